@@ -1,0 +1,116 @@
+"""The plan of one step and its result: what the scheduler and a worker say to each other.
+
+A plan carries all that a rank needs for the step and refers to no state but the KV pages, so that ranks have nothing to
+keep in step: abort, retraction and a lost request need no message to them. It is a msgspec Struct, so it travels as
+bytes in a tensor to the other ranks. Token ids and page numbers are int32 bytes.
+"""
+
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from llmserve.runtime.messages import SamplingParams
+
+
+class SampleSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How the next token of a row is chosen.
+
+    `position` is the index in the sequence of the token to be drawn; with `seed` it keys the random number.
+    `history` (int32 bytes: prompt then output) and `prompt_len` are given only where penalties need them.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    top_logprobs: int | None = None
+    """None: no logprob wanted; 0: the chosen token's; k: also the k likeliest."""
+    forbidden: tuple[int, ...] = ()
+    """Tokens that may not be drawn now: the stop tokens, while fewer than min_tokens are out."""
+    history: bytes = b""
+    prompt_len: int = 0
+    mask: bytes = b""
+    """Allowed tokens, a bit each (a grammar); empty: all."""
+
+
+class PlanRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One choice's share of a step: its tokens [start, start + len(token_ids)) are computed and written to its pages."""
+
+    token_ids: bytes
+    start: int
+    pages: bytes
+    """The block table, covering at least start + len(token_ids) tokens."""
+    sample: SampleSpec | None = None
+    """None: the row does not reach its last known token in this step, so nothing is drawn."""
+    prompt_logprobs: int | None = None
+    """Not None: logprobs of the tokens that follow each position of this row, with so many alternatives.
+    The token that follows the last position is in `next_token`."""
+    next_token: int | None = None
+    pool: str = ""
+    """"mean": return the sum of the final hidden states of the row's tokens; "last": that of its last token."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    rows: tuple[PlanRow, ...]
+
+
+class SampledLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """float32 [k]; int32 and float32 [k, top]. One position for a drawn token, several for a prompt's."""
+
+    token_logprobs: bytes
+    top: int = 0
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+
+class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    token_id: int | None = None
+    logprobs: SampledLogprobs | None = None
+    prompt_logprobs: SampledLogprobs | None = None
+    hidden: bytes = b""
+    """float32 [hidden_size] where the plan asked for `pool`."""
+    error: str = ""
+    """This row alone failed (its logits are not finite, say); the others are good."""
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    rows: tuple[RowResult, ...]
+
+
+class StepHandle(Protocol):
+    """A submitted step. `result` waits for it; it raises what the forward pass raised."""
+
+    def result(self) -> StepResult: ...
+
+    def done(self) -> bool: ...
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler must know of the model that its worker holds."""
+
+    vocab_size: int
+    max_model_len: int
+    hidden_size: int
+    eos_token_ids: tuple[int, ...]
+    num_pages: int
+    page_size: int
+    bytes_per_page: int
+    weight_bytes: int
+
+
+class Worker(Protocol):
+    """One replica's model, however many ranks hold it. Implemented by engine/runner.py; tests have a fake one."""
+
+    info: WorkerInfo
+
+    def submit(self, plan: StepPlan) -> StepHandle: ...
+
+
+def int32_bytes(values: "np.ndarray | list[int] | tuple[int, ...]") -> bytes:
+    """Little-endian int32 bytes of token ids or page numbers."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def int32_array(data: bytes) -> "np.ndarray":
+    """The inverse of int32_bytes, [len(data) // 4], read-only."""
+    return np.frombuffer(data, dtype="<i4")

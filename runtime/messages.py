@@ -1,0 +1,510 @@
+"""Every message that crosses a socket, and the rows that messages are made of.
+
+Nothing here knows about sockets (wire.py) or about how a message is handled. A request is an `XReqInput`, its answer an `XReqOutput`.
+Token ids travel as little-endian int32 bytes and vectors as float32 bytes, never as lists of Python numbers.
+"""
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all that is sent alone in a frame; the tag is the class name."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Base of what belongs together inside a message; encoded by position, so that a row costs no field names."""
+
+
+# ---- sampling ----------------------------------------------------------------------------------------------------
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of one request are chosen. Already validated against the model by the TokenizerManager.
+
+    `seed` is always set by the time this reaches the scheduler; choice j of a prompt draws with `seed + j`.
+    `top_k` 0 means off. `logit_bias` holds (token id, bias) pairs.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the choice of a token depends on the tokens before it."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+class LogprobOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which logprobs a request wants: the chosen token's always, the `top` likeliest besides, and the prompt's if `prompt`."""
+
+    top: int = 0
+    prompt: bool = False
+
+
+# ---- requests ----------------------------------------------------------------------------------------------------
+
+
+class GenerateReqInput(Message):
+    """What a client asks of the TokenizerManager. Exactly one of `texts` and `input_ids` is not empty.
+
+    The choices of a request are numbered prompt by prompt: index = prompt_index * n + choice.
+    """
+
+    rid: str
+    texts: tuple[str, ...] = ()
+    input_ids: tuple[tuple[int, ...], ...] = ()
+    sampling_params: SamplingParams = SamplingParams()
+    n: int = 1
+    logprobs: LogprobOptions | None = None
+    stream: bool = False
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    user: str = ""
+
+
+class EmbeddingReqInput(Message):
+    """A request for one vector a prompt."""
+
+    rid: str
+    texts: tuple[str, ...] = ()
+    input_ids: tuple[tuple[int, ...], ...] = ()
+    pooling: Literal["mean", "last"] = "last"
+    normalize: bool = True
+    user: str = ""
+
+
+class TokenizedGenerateReqInput(Message):
+    """A generation request after tokenization: each of `prompts` is int32 bytes, each is continued `n` times.
+
+    The scheduler accepts or refuses all its choices together.
+    """
+
+    rid: str
+    prompts: tuple[bytes, ...]
+    sampling_params: SamplingParams
+    n: int = 1
+    logprobs: LogprobOptions | None = None
+    stream: bool = False
+    skip_special_tokens: bool = True
+    user: str = ""
+    text: str = ""
+    """The start of the first prompt, for `llmserve requests --show-text`; never logged."""
+
+
+class TokenizedEmbeddingReqInput(Message):
+    rid: str
+    prompts: tuple[bytes, ...]
+    pooling: Literal["mean", "last"] = "last"
+    normalize: bool = True
+    user: str = ""
+    text: str = ""
+
+
+# ---- outputs -----------------------------------------------------------------------------------------------------
+
+
+class FinishReason(Row):
+    """Why a request ended. `status` and `message` are set for "abort" and "error": the HTTP status and the text for the client.
+
+    `matched` is the stop string or stop token id that ended it, None when the model ended it by itself.
+    """
+
+    type: Literal["stop", "length", "abort", "error"]
+    matched: int | str | None = None
+    status: int = 200
+    message: str = ""
+
+
+class Logprobs(Row):
+    """Logprobs of k consecutive tokens: float32 [k]; int32 and float32 [k, top].
+
+    A logprob that does not exist (the first token of a prompt) is NaN.
+    """
+
+    token_logprobs: bytes
+    top: int = 0
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+
+class TokenIDRow(Row):
+    """What is new of one choice since its last row. Token counts are totals so far."""
+
+    rid: str
+    index: int
+    output_ids: bytes
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    finish: FinishReason | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    """In the choice's first row only, [prompt_tokens]."""
+    stop: tuple[str, ...] = ()
+    """In the choice's first row only: the stop strings that the detokenizer withholds and trims."""
+    skip_special_tokens: bool = True
+    queue_s: float = 0.0
+    """Seconds between the arrival and the first step that ran it."""
+
+
+class StrRow(Row):
+    """A TokenIDRow with its text: what is new and certain, stop strings trimmed and partial characters withheld."""
+
+    rid: str
+    index: int
+    text: str
+    output_ids: bytes
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    finish: FinishReason | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    queue_s: float = 0.0
+
+
+class EmbeddingRow(Row):
+    """One prompt's vector as float32 bytes, or the reason there is none."""
+
+    rid: str
+    index: int
+    embedding: bytes
+    prompt_tokens: int
+    cached_tokens: int = 0
+    finish: FinishReason | None = None
+    queue_s: float = 0.0
+
+
+class BatchTokenIDOutput(Message):
+    rows: tuple[TokenIDRow, ...]
+
+
+class BatchStrOutput(Message):
+    rows: tuple[StrRow, ...]
+
+
+class BatchEmbeddingOutput(Message):
+    rows: tuple[EmbeddingRow, ...]
+
+
+# ---- control -----------------------------------------------------------------------------------------------------
+
+PauseMode = Literal["drain", "retract", "abort"]
+
+
+class PingReqInput(Message):
+    pass
+
+
+class PingReqOutput(Message):
+    """`step` counts the steps since the start: it moves while the scheduler works."""
+
+    step: int
+    state: str
+
+
+class AbortReqInput(Message):
+    """Ends requests: those named exactly by `rids`, and those chosen by the bulk fields. An empty message ends nothing."""
+
+    rids: tuple[str, ...] = ()
+    prefix: str = ""
+    older_than_s: float | None = None
+    everything: bool = False
+    message: str = "aborted"
+
+
+class AbortReqOutput(Message):
+    """Sent after the memory is back. `not_found` holds those of the named rids that neither wait nor run."""
+
+    aborted: tuple[str, ...]
+    not_found: tuple[str, ...] = ()
+
+
+class FlushCacheReqInput(Message):
+    """Empties the prefix cache. While requests run: refused (code "busy"), or waits `wait_s`, or aborts them."""
+
+    wait_s: float = 0.0
+    abort: bool = False
+
+
+class FlushCacheReqOutput(Message):
+    pages_freed: int
+    bytes_freed: int
+    aborted: tuple[str, ...] = ()
+
+
+class UpdateWeightReqInput(Message):
+    """Swaps the weights for those of another checkpoint of the same model."""
+
+    model_path: str
+    load_format: Literal["auto", "safetensors", "gguf"] = "auto"
+    mode: PauseMode = "retract"
+    dry_run: bool = False
+
+
+class UpdateWeightReqOutput(Message):
+    old_version: int
+    new_version: int
+    model_path: str
+    bytes: int = 0
+    seconds: float = 0.0
+    paused_s: float = 0.0
+    differences: tuple[str, ...] = ()
+    """For a dry run: what differs from the model, a line each; empty when the swap would be accepted."""
+
+
+class PauseGenerationReqInput(Message):
+    """Stops steps. "drain" lets what runs end first, "retract" frees its memory and keeps it, "abort" ends it."""
+
+    mode: PauseMode = "drain"
+
+
+class PauseGenerationReqOutput(Message):
+    retracted: int = 0
+    aborted: int = 0
+
+
+class ContinueGenerationReqInput(Message):
+    pass
+
+
+class ContinueGenerationReqOutput(Message):
+    resumed: int = 0
+
+
+class DrainReqInput(Message):
+    """Refuses new requests from now on. Answered at once; `running + waiting` of GetLoad tells how far it is."""
+
+
+class DrainReqOutput(Message):
+    running: int
+    waiting: int
+
+
+class GetLoadReqInput(Message):
+    pass
+
+
+class GetLoadReqOutput(Message):
+    state: str
+    running: int
+    waiting: int
+    kv_tokens_used: int
+    kv_tokens_cached: int
+    kv_tokens_total: int
+
+
+class RequestInfo(Row):
+    """One choice of a request as an operator sees it. Times in seconds."""
+
+    rid: str
+    index: int
+    state: Literal["waiting", "prefill", "decode", "embed"]
+    age_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_new_tokens: int
+    tokens_per_s: float
+    ttft_s: float | None
+    retractions: int
+    user: str = ""
+    text: str = ""
+
+
+class ListRequestsReqInput(Message):
+    show_text: bool = False
+
+
+class ListRequestsReqOutput(Message):
+    requests: tuple[RequestInfo, ...]
+
+
+class ProcessInfo(Row):
+    """One process of the instance. `role` is "main", "scheduler" or "detokenizer"."""
+
+    role: str
+    pid: int
+    tp_rank: int = 0
+    pp_rank: int = 0
+    dp_rank: int = 0
+    rss_bytes: int = 0
+    cpu_percent: float = 0.0
+    weight_bytes: int = 0
+    dropped_messages: int = 0
+
+
+class GetStatusReqInput(Message):
+    pass
+
+
+class GetStatusReqOutput(Message):
+    """One instance in depth. `options` are the ServerArgs in effect, without secrets."""
+
+    state: str
+    model: str
+    weight_version: int
+    uptime_s: float
+    steps: int
+    running: int
+    waiting: int
+    kv_tokens_total: int
+    kv_tokens_used: int
+    kv_tokens_cached: int
+    kv_bytes_total: int
+    page_size: int
+    processes: tuple[ProcessInfo, ...]
+    options: dict[str, str | int | float | bool | None | list[str]]
+
+
+class SubscribeMetricsReqInput(Message):
+    """Asks for metrics to be pushed to `endpoint`, the bare name of a socket in the instance's directory, for `lease_s`."""
+
+    endpoint: str
+    lease_s: float = 10.0
+
+
+class SubscribeMetricsReqOutput(Message):
+    lease_s: float
+
+
+# ---- RPC envelope ------------------------------------------------------------------------------------------------
+
+
+class RpcProgress(Message):
+    """Comes any number of times before the answer; `done` and `total` in `unit`."""
+
+    stage: str
+    done: float = 0.0
+    total: float = 0.0
+    unit: str = ""
+
+
+ErrorCode = Literal["busy", "not_found", "invalid", "denied", "timeout", "protocol", "failed", "unavailable"]
+
+
+class RpcError(Message):
+    code: ErrorCode
+    message: str
+
+
+# ---- metrics -----------------------------------------------------------------------------------------------------
+
+
+class Histogram(Row):
+    """Cumulative since the start: counts[i] observations at most bounds[i], the last one above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+
+class SchedulerMetrics(Message):
+    """The state of one scheduler at `time` (Unix seconds). Names ending in `_total` only grow."""
+
+    time: float
+    dp_rank: int
+    state: str
+    weight_version: int
+    uptime_s: float
+    steps_total: int
+    running: int
+    waiting: int
+    kv_tokens_total: int
+    kv_tokens_used: int
+    kv_tokens_cached: int
+    prefill_tokens_total: int
+    decode_tokens_total: int
+    cached_tokens_total: int
+    """Prompt tokens taken from the prefix cache."""
+    prompt_tokens_total: int
+    requests_total: int
+    evicted_tokens_total: int
+    retractions_total: int
+    bad_frames_total: int = 0
+    step_s: float = 0.0
+    """The duration of the last step."""
+    pages_total: int = 0
+    processes: tuple[ProcessInfo, ...] = ()
+    requests: tuple[RequestInfo, ...] = ()
+
+
+class HttpMetrics(Message):
+    """What the front sees: outcomes by reason and the clients' latencies in seconds."""
+
+    time: float
+    outcomes: dict[str, int]
+    ttft: Histogram
+    itl: Histogram
+    e2e: Histogram
+    queue: Histogram
+    processes: tuple[ProcessInfo, ...] = ()
+
+
+# ---- what may travel where -----------------------------------------------------------------------------------------
+
+ControlReqInput = (
+    PingReqInput
+    | AbortReqInput
+    | FlushCacheReqInput
+    | UpdateWeightReqInput
+    | PauseGenerationReqInput
+    | ContinueGenerationReqInput
+    | DrainReqInput
+    | GetLoadReqInput
+    | ListRequestsReqInput
+    | GetStatusReqInput
+    | SubscribeMetricsReqInput
+)
+ControlReqOutput = (
+    PingReqOutput
+    | AbortReqOutput
+    | FlushCacheReqOutput
+    | UpdateWeightReqOutput
+    | PauseGenerationReqOutput
+    | ContinueGenerationReqOutput
+    | DrainReqOutput
+    | GetLoadReqOutput
+    | ListRequestsReqOutput
+    | GetStatusReqOutput
+    | SubscribeMetricsReqOutput
+)
+SchedulerInput = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | ControlReqInput
+DetokenizerInput = BatchTokenIDOutput | BatchEmbeddingOutput | SubscribeMetricsReqInput
+TokenizerManagerInput = BatchStrOutput | BatchEmbeddingOutput | SubscribeMetricsReqInput | ControlReqOutput
+MetricsInput = SchedulerMetrics | HttpMetrics
+RpcOutput = RpcProgress | RpcError | ControlReqOutput
+AnyMessage = SchedulerInput | DetokenizerInput | TokenizerManagerInput | MetricsInput | RpcOutput | GenerateReqInput | EmbeddingReqInput
+
+
+class RpcEnvelope(msgspec.Struct, frozen=True, kw_only=True):
+    """One RPC frame. The version is read before the body, so that another version is told so.
+
+    `timeout_s` is how long the caller waits: work that cannot be answered by then is not begun.
+    """
+
+    protocol: int
+    call_id: str
+    timeout_s: float
+    body: bytes
+    """An encoded message: a ControlReqInput towards the scheduler, an RpcOutput back."""
