@@ -494,7 +494,15 @@ DetokenizerInput = BatchTokenIDOutput | BatchEmbeddingOutput | SubscribeMetricsR
 TokenizerManagerInput = BatchStrOutput | BatchEmbeddingOutput | SubscribeMetricsReqInput | ControlReqOutput
 MetricsInput = SchedulerMetrics | HttpMetrics
 RpcOutput = RpcProgress | RpcError | ControlReqOutput
-AnyMessage = SchedulerInput | DetokenizerInput | TokenizerManagerInput | MetricsInput | RpcOutput | GenerateReqInput | EmbeddingReqInput
+AnyMessage = (
+    SchedulerInput
+    | DetokenizerInput
+    | TokenizerManagerInput
+    | MetricsInput
+    | RpcOutput
+    | GenerateReqInput
+    | EmbeddingReqInput
+)
 
 
 class RpcEnvelope(msgspec.Struct, frozen=True, kw_only=True):
