@@ -1,7 +1,7 @@
 """Every message that crosses a socket, and the rows that messages are made of.
 
-Nothing here knows about sockets (wire.py) or about how a message is handled. A request is an `XReqInput`, its answer an `XReqOutput`.
-Token ids travel as little-endian int32 bytes and vectors as float32 bytes, never as lists of Python numbers.
+Nothing here knows about sockets (wire.py) or about how a message is handled. A request is an `XReqInput`, its answer
+an `XReqOutput`. Token ids travel as little-endian int32 bytes and vectors as float32 bytes, never as lists of Python numbers.
 """
 
 from typing import Literal
@@ -55,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogprobOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which logprobs a request wants: the chosen token's always, the `top` likeliest besides, and the prompt's if `prompt`."""
+    """Which logprobs a request wants: always the chosen token's, the `top` likeliest too, the prompt's if `prompt`."""
 
     top: int = 0
     prompt: bool = False
@@ -124,7 +124,7 @@ class TokenizedEmbeddingReqInput(Message):
 
 
 class FinishReason(Row):
-    """Why a request ended. `status` and `message` are set for "abort" and "error": the HTTP status and the text for the client.
+    """Why a request ended. For "abort" and "error", `status` is the HTTP status and `message` the text for the client.
 
     `matched` is the stop string or stop token id that ended it, None when the model ended it by itself.
     """
@@ -224,7 +224,7 @@ class PingReqOutput(Message):
 
 
 class AbortReqInput(Message):
-    """Ends requests: those named exactly by `rids`, and those chosen by the bulk fields. An empty message ends nothing."""
+    """Ends requests: those named exactly by `rids` and those chosen by the bulk fields. An empty one ends nothing."""
 
     rids: tuple[str, ...] = ()
     prefix: str = ""
@@ -374,11 +374,11 @@ class GetStatusReqOutput(Message):
     kv_bytes_total: int
     page_size: int
     processes: tuple[ProcessInfo, ...]
-    options: dict[str, str | int | float | bool | None | list[str]]
+    options: dict[str, str | int | float | bool | list[str] | None]
 
 
 class SubscribeMetricsReqInput(Message):
-    """Asks for metrics to be pushed to `endpoint`, the bare name of a socket in the instance's directory, for `lease_s`."""
+    """Asks for metrics for `lease_s`, pushed to `endpoint`: the bare name of a socket in the instance's directory."""
 
     endpoint: str
     lease_s: float = 10.0

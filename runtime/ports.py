@@ -12,7 +12,7 @@ MAX_IPC_PATH_BYTES = 107
 
 
 class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """ZeroMQ addresses, named as in SGLang's protocol, and the rendezvous port of the ranks (0: one rank, none needed)."""
+    """ZeroMQ addresses, named as in SGLang's protocol, and the rendezvous port of the ranks (0: none needed)."""
 
     tokenizer_ipc_name: str
     scheduler_input_ipc_name: str
@@ -25,7 +25,8 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
     def init_new(directory: Path, dp_rank: int = 0, nccl_port: int = 0) -> "PortArgs":
         """The addresses of replica `dp_rank` in an instance's directory.
 
-        The front's and the detokenizer's sockets are shared by all replicas; each replica has its own input and RPC socket.
+        The front's and the detokenizer's sockets are shared by all replicas; each replica has its own input and RPC
+        sockets.
         Raises ValueError when a path is too long for a Unix socket.
         """
         suffix = f"-{dp_rank}" if dp_rank else ""

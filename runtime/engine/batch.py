@@ -34,7 +34,7 @@ class SampleSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One choice's share of a step: its tokens [start, start + len(token_ids)) are computed and written to its pages."""
+    """One choice's share of a step: tokens [start, start + len(token_ids)) are computed and written to its pages."""
 
     token_ids: bytes
     start: int
