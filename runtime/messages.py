@@ -1,7 +1,7 @@
 """Every message that crosses a socket, and the rows that messages are made of.
 
 Nothing here knows about sockets (wire.py) or about how a message is handled. A request is an `XReqInput`, its answer
-an `XReqOutput`. Token ids travel as little-endian int32 bytes and vectors as float32 bytes, never as lists of Python numbers.
+an `XReqOutput`. Token ids travel as little-endian int32 bytes and vectors as float32 bytes, never as lists of numbers.
 """
 
 from typing import Literal
@@ -64,7 +64,7 @@ class LogprobOptions(msgspec.Struct, frozen=True, kw_only=True):
 # ---- requests ----------------------------------------------------------------------------------------------------
 
 
-class GenerateReqInput(Message):
+class GenerateReqInput(Message, frozen=True, kw_only=True):
     """What a client asks of the TokenizerManager. Exactly one of `texts` and `input_ids` is not empty.
 
     The choices of a request are numbered prompt by prompt: index = prompt_index * n + choice.
@@ -82,7 +82,7 @@ class GenerateReqInput(Message):
     user: str = ""
 
 
-class EmbeddingReqInput(Message):
+class EmbeddingReqInput(Message, frozen=True, kw_only=True):
     """A request for one vector a prompt."""
 
     rid: str
@@ -93,7 +93,7 @@ class EmbeddingReqInput(Message):
     user: str = ""
 
 
-class TokenizedGenerateReqInput(Message):
+class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     """A generation request after tokenization: each of `prompts` is int32 bytes, each is continued `n` times.
 
     The scheduler accepts or refuses all its choices together.
@@ -111,7 +111,7 @@ class TokenizedGenerateReqInput(Message):
     """The start of the first prompt, for `llmserve requests --show-text`; never logged."""
 
 
-class TokenizedEmbeddingReqInput(Message):
+class TokenizedEmbeddingReqInput(Message, frozen=True, kw_only=True):
     rid: str
     prompts: tuple[bytes, ...]
     pooling: Literal["mean", "last"] = "last"
@@ -123,7 +123,7 @@ class TokenizedEmbeddingReqInput(Message):
 # ---- outputs -----------------------------------------------------------------------------------------------------
 
 
-class FinishReason(Row):
+class FinishReason(Row, frozen=True, kw_only=True):
     """Why a request ended. For "abort" and "error", `status` is the HTTP status and `message` the text for the client.
 
     `matched` is the stop string or stop token id that ended it, None when the model ended it by itself.
@@ -135,7 +135,7 @@ class FinishReason(Row):
     message: str = ""
 
 
-class Logprobs(Row):
+class Logprobs(Row, frozen=True, kw_only=True):
     """Logprobs of k consecutive tokens: float32 [k]; int32 and float32 [k, top].
 
     A logprob that does not exist (the first token of a prompt) is NaN.
@@ -147,7 +147,7 @@ class Logprobs(Row):
     top_logprobs: bytes = b""
 
 
-class TokenIDRow(Row):
+class TokenIDRow(Row, frozen=True, kw_only=True):
     """What is new of one choice since its last row. Token counts are totals so far."""
 
     rid: str
@@ -167,7 +167,7 @@ class TokenIDRow(Row):
     """Seconds between the arrival and the first step that ran it."""
 
 
-class StrRow(Row):
+class StrRow(Row, frozen=True, kw_only=True):
     """A TokenIDRow with its text: what is new and certain, stop strings trimmed and partial characters withheld."""
 
     rid: str
@@ -183,7 +183,7 @@ class StrRow(Row):
     queue_s: float = 0.0
 
 
-class EmbeddingRow(Row):
+class EmbeddingRow(Row, frozen=True, kw_only=True):
     """One prompt's vector as float32 bytes, or the reason there is none."""
 
     rid: str
@@ -195,15 +195,15 @@ class EmbeddingRow(Row):
     queue_s: float = 0.0
 
 
-class BatchTokenIDOutput(Message):
+class BatchTokenIDOutput(Message, frozen=True, kw_only=True):
     rows: tuple[TokenIDRow, ...]
 
 
-class BatchStrOutput(Message):
+class BatchStrOutput(Message, frozen=True, kw_only=True):
     rows: tuple[StrRow, ...]
 
 
-class BatchEmbeddingOutput(Message):
+class BatchEmbeddingOutput(Message, frozen=True, kw_only=True):
     rows: tuple[EmbeddingRow, ...]
 
 
@@ -212,18 +212,18 @@ class BatchEmbeddingOutput(Message):
 PauseMode = Literal["drain", "retract", "abort"]
 
 
-class PingReqInput(Message):
+class PingReqInput(Message, frozen=True, kw_only=True):
     pass
 
 
-class PingReqOutput(Message):
+class PingReqOutput(Message, frozen=True, kw_only=True):
     """`step` counts the steps since the start: it moves while the scheduler works."""
 
     step: int
     state: str
 
 
-class AbortReqInput(Message):
+class AbortReqInput(Message, frozen=True, kw_only=True):
     """Ends requests: those named exactly by `rids` and those chosen by the bulk fields. An empty one ends nothing."""
 
     rids: tuple[str, ...] = ()
@@ -233,27 +233,27 @@ class AbortReqInput(Message):
     message: str = "aborted"
 
 
-class AbortReqOutput(Message):
+class AbortReqOutput(Message, frozen=True, kw_only=True):
     """Sent after the memory is back. `not_found` holds those of the named rids that neither wait nor run."""
 
     aborted: tuple[str, ...]
     not_found: tuple[str, ...] = ()
 
 
-class FlushCacheReqInput(Message):
+class FlushCacheReqInput(Message, frozen=True, kw_only=True):
     """Empties the prefix cache. While requests run: refused (code "busy"), or waits `wait_s`, or aborts them."""
 
     wait_s: float = 0.0
     abort: bool = False
 
 
-class FlushCacheReqOutput(Message):
+class FlushCacheReqOutput(Message, frozen=True, kw_only=True):
     pages_freed: int
     bytes_freed: int
     aborted: tuple[str, ...] = ()
 
 
-class UpdateWeightReqInput(Message):
+class UpdateWeightReqInput(Message, frozen=True, kw_only=True):
     """Swaps the weights for those of another checkpoint of the same model."""
 
     model_path: str
@@ -262,7 +262,7 @@ class UpdateWeightReqInput(Message):
     dry_run: bool = False
 
 
-class UpdateWeightReqOutput(Message):
+class UpdateWeightReqOutput(Message, frozen=True, kw_only=True):
     old_version: int
     new_version: int
     model_path: str
@@ -273,39 +273,39 @@ class UpdateWeightReqOutput(Message):
     """For a dry run: what differs from the model, a line each; empty when the swap would be accepted."""
 
 
-class PauseGenerationReqInput(Message):
+class PauseGenerationReqInput(Message, frozen=True, kw_only=True):
     """Stops steps. "drain" lets what runs end first, "retract" frees its memory and keeps it, "abort" ends it."""
 
     mode: PauseMode = "drain"
 
 
-class PauseGenerationReqOutput(Message):
+class PauseGenerationReqOutput(Message, frozen=True, kw_only=True):
     retracted: int = 0
     aborted: int = 0
 
 
-class ContinueGenerationReqInput(Message):
+class ContinueGenerationReqInput(Message, frozen=True, kw_only=True):
     pass
 
 
-class ContinueGenerationReqOutput(Message):
+class ContinueGenerationReqOutput(Message, frozen=True, kw_only=True):
     resumed: int = 0
 
 
-class DrainReqInput(Message):
+class DrainReqInput(Message, frozen=True, kw_only=True):
     """Refuses new requests from now on. Answered at once; `running + waiting` of GetLoad tells how far it is."""
 
 
-class DrainReqOutput(Message):
+class DrainReqOutput(Message, frozen=True, kw_only=True):
     running: int
     waiting: int
 
 
-class GetLoadReqInput(Message):
+class GetLoadReqInput(Message, frozen=True, kw_only=True):
     pass
 
 
-class GetLoadReqOutput(Message):
+class GetLoadReqOutput(Message, frozen=True, kw_only=True):
     state: str
     running: int
     waiting: int
@@ -314,7 +314,7 @@ class GetLoadReqOutput(Message):
     kv_tokens_total: int
 
 
-class RequestInfo(Row):
+class RequestInfo(Row, frozen=True, kw_only=True):
     """One choice of a request as an operator sees it. Times in seconds."""
 
     rid: str
@@ -332,15 +332,15 @@ class RequestInfo(Row):
     text: str = ""
 
 
-class ListRequestsReqInput(Message):
+class ListRequestsReqInput(Message, frozen=True, kw_only=True):
     show_text: bool = False
 
 
-class ListRequestsReqOutput(Message):
+class ListRequestsReqOutput(Message, frozen=True, kw_only=True):
     requests: tuple[RequestInfo, ...]
 
 
-class ProcessInfo(Row):
+class ProcessInfo(Row, frozen=True, kw_only=True):
     """One process of the instance. `role` is "main", "scheduler" or "detokenizer"."""
 
     role: str
@@ -354,11 +354,11 @@ class ProcessInfo(Row):
     dropped_messages: int = 0
 
 
-class GetStatusReqInput(Message):
+class GetStatusReqInput(Message, frozen=True, kw_only=True):
     pass
 
 
-class GetStatusReqOutput(Message):
+class GetStatusReqOutput(Message, frozen=True, kw_only=True):
     """One instance in depth. `options` are the ServerArgs in effect, without secrets."""
 
     state: str
@@ -377,21 +377,21 @@ class GetStatusReqOutput(Message):
     options: dict[str, str | int | float | bool | list[str] | None]
 
 
-class SubscribeMetricsReqInput(Message):
+class SubscribeMetricsReqInput(Message, frozen=True, kw_only=True):
     """Asks for metrics for `lease_s`, pushed to `endpoint`: the bare name of a socket in the instance's directory."""
 
     endpoint: str
     lease_s: float = 10.0
 
 
-class SubscribeMetricsReqOutput(Message):
+class SubscribeMetricsReqOutput(Message, frozen=True, kw_only=True):
     lease_s: float
 
 
 # ---- RPC envelope ------------------------------------------------------------------------------------------------
 
 
-class RpcProgress(Message):
+class RpcProgress(Message, frozen=True, kw_only=True):
     """Comes any number of times before the answer; `done` and `total` in `unit`."""
 
     stage: str
@@ -403,7 +403,7 @@ class RpcProgress(Message):
 ErrorCode = Literal["busy", "not_found", "invalid", "denied", "timeout", "protocol", "failed", "unavailable"]
 
 
-class RpcError(Message):
+class RpcError(Message, frozen=True, kw_only=True):
     code: ErrorCode
     message: str
 
@@ -411,7 +411,7 @@ class RpcError(Message):
 # ---- metrics -----------------------------------------------------------------------------------------------------
 
 
-class Histogram(Row):
+class Histogram(Row, frozen=True, kw_only=True):
     """Cumulative since the start: counts[i] observations at most bounds[i], the last one above all bounds."""
 
     bounds: tuple[float, ...]
@@ -419,7 +419,7 @@ class Histogram(Row):
     sum: float
 
 
-class SchedulerMetrics(Message):
+class SchedulerMetrics(Message, frozen=True, kw_only=True):
     """The state of one scheduler at `time` (Unix seconds). Names ending in `_total` only grow."""
 
     time: float
@@ -449,7 +449,7 @@ class SchedulerMetrics(Message):
     requests: tuple[RequestInfo, ...] = ()
 
 
-class HttpMetrics(Message):
+class HttpMetrics(Message, frozen=True, kw_only=True):
     """What the front sees: outcomes by reason and the clients' latencies in seconds."""
 
     time: float
