@@ -1,1 +1,112 @@
-def main() -> None: ...
+"""The `llmserve` command: the table of its subcommands, and how they are loaded, run and ended.
+
+A command's module is imported only when that command is run, completed or asked for its help, so that `llmserve --help`
+costs what a bare Typer program costs. What commands do is in their modules; every error meant for the user ends here.
+"""
+
+import importlib
+import os
+import sys
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from llmserve.cli.common import console_of, exit_code_of
+from llmserve.cli.console import Console
+
+
+class Entry(NamedTuple):
+    """One subcommand: `function` in the module llmserve.cli.`module`; `help` is its line in `llmserve --help`."""
+
+    module: str
+    function: str
+    help: str
+    panel: str = "Commands"
+    hidden: bool = False
+
+
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
+SERVE, LOOK, ACT, USE = "Serve", "Look", "Act", "Use"
+
+COMMANDS: dict[str, Entry] = {
+    "launch": Entry("launch", "launch", "Serve a model.", SERVE),
+    "stop": Entry("stop", "stop", "Drain an instance and end it.", SERVE),
+    "ps": Entry("ps", "ps", "List the running instances.", LOOK),
+}
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are entries of COMMANDS until one is needed in full."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
+        for name, entry in COMMANDS.items():
+            if name not in self.commands:
+                self.commands[name] = TyperCommand(
+                    name, help=entry.help, rich_help_panel=entry.panel, hidden=entry.hidden
+                )
+
+    def load(self, name: str) -> None:
+        """Puts the real command `name` in the place of its entry."""
+        entry = COMMANDS.get(name)
+        if entry is None or self.commands[name].callback is not None:
+            return
+        function = getattr(importlib.import_module(f"llmserve.cli.{entry.module}"), entry.function)
+        app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        app.command(name, context_settings=CONTEXT_SETTINGS, hidden=entry.hidden, rich_help_panel=entry.panel)(function)
+        self.commands[name] = typer.main.get_command(app)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args:
+            self.load(args[0])
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command and turns an error that is meant for the user into its text and exit status."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # The reader has what it wanted (`llmserve ps | head -1`). Python would complain when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except Exception as error:
+            code = exit_code_of(error)
+            if code is None:
+                raise
+            console_of(ctx).error(str(error))
+            raise typer.Exit(code) from None
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    name="llmserve",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings=CONTEXT_SETTINGS,
+)
+
+
+def show_version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        typer.echo(f"llmserve {version('llmserve')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve language models, and operate the running server from the terminal."""
+
+
+def main() -> None:
+    """The console script."""
+    if os.environ.get("NO_COLOR"):
+        os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # Rich alone would still write bold
+    app(obj=Console.system())

@@ -1,0 +1,97 @@
+"""What the commands share: exit codes and errors, the options that many have, and finding and calling the instance.
+
+Light on purpose (no rich, zmq or torch at import): every command imports it, completion and --help included.
+"""
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmserve.cli.console import Console
+
+if TYPE_CHECKING:
+    from llmserve.runtime.instance import InstanceRecord
+
+
+class ExitCode(IntEnum):
+    """What a command's exit status means (the numbers from 69 on are those of sysexits.h)."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    UNAVAILABLE = 69
+    BUSY = 75
+    PROTOCOL = 76
+    DENIED = 77
+    CONFIG = 78
+
+
+class CommandError(Exception):
+    """A command cannot do what was asked. `main` prints the text and exits with `exit_code`."""
+
+    def __init__(self, message: str, exit_code: int = ExitCode.FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def exit_code_of(error: Exception) -> int | None:
+    """The exit status of an error that is meant for the user, or None for one that is a bug.
+
+    llmserve's own errors that a user should read carry an `exit_code` (Typer's do too: those are left to Typer).
+    """
+    if type(error).__module__.startswith("llmserve."):
+        code = getattr(error, "exit_code", None)
+        if isinstance(code, int):
+            return code
+    from llmserve.runtime.config import ConfigError
+
+    return ExitCode.CONFIG if isinstance(error, ConfigError) else None
+
+
+def console_of(ctx: typer.Context) -> Console:
+    """The console that `main` (or a test, through `obj=`) gave to this command."""
+    return ctx.find_object(Console) or Console.system()
+
+
+def complete_instance(incomplete: str) -> list[str]:
+    """Shell completion of instance names."""
+    from llmserve.runtime.instance import list_instances
+
+    return [record.name for record in list_instances() if record.name.startswith(incomplete)]
+
+
+InstanceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--instance",
+        "-i",
+        metavar="NAME",
+        envvar="LLMSERVE_INSTANCE",
+        help="The instance to act on; not needed while only one runs.",
+        autocompletion=complete_instance,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long to wait for the answer.")
+]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+
+
+def find_instance(name: str | None) -> "InstanceRecord":
+    """The running instance called `name`, or the only one. Raises InstanceError (exit 2, 3 or 69)."""
+    from llmserve.runtime import instance
+
+    return instance.find_instance(name)
+
+
+def confirm(console: Console, question: str, yes: bool) -> None:
+    """Asks before work of others is ended in bulk. Off a terminal `--yes` is needed instead. Raises CommandError."""
+    if yes:
+        return
+    if not console.asks:
+        raise CommandError(f"{question} Say --yes to do it without a terminal to ask on.", ExitCode.USAGE)
+    if not console.ask(question):
+        raise CommandError("nothing was done")
