@@ -3,11 +3,19 @@
 Imports neither torch nor zmq: the command line reads it at start-up.
 """
 
-from typing import Literal
+import math
+import re
+from typing import Literal, get_args, get_type_hints
 
 import msgspec
 
 MAX_NAME_LENGTH = 32
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+COUNTS = (
+    *("max_model_len", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "page_size"),
+    *("max_queued_requests", "stream_interval", "threads", "tp_size", "pp_size", "dp_size", "nnodes"),
+)
+TIMES = ("queue_timeout", "watchdog_timeout", "drain_timeout")
 
 
 class ConfigError(ValueError):
@@ -56,6 +64,19 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Requests without a seed draw theirs from this one; None: from the system."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    @classmethod
+    def validated(cls, **options: object) -> "ServerArgs":
+        """The options as ServerArgs, or ConfigError with the text that the user should read."""
+        unknown = sorted(options.keys() - set(cls.__struct_fields__))
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(cls.__struct_fields__)}")
+        try:
+            args = msgspec.convert({"model": "", **options}, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(describe_error(str(error), options)) from None
+        check(args)
+        return args
+
 
 class Secrets(msgspec.Struct, frozen=True, kw_only=True):
     """What only the main process may know; never logged, never sent, never in a process's arguments."""
@@ -65,3 +86,57 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return "Secrets(…)"
+
+
+def describe_error(text: str, options: dict[str, object]) -> str:
+    """msgspec's `Expected `int`, got `str` - at `$.port`` in an operator's words."""
+    problem, _, place = text.partition(" - at `$.")
+    name = re.split(r"[`\[.]", place)[0]
+    if not name:
+        return text
+    choices = get_args(get_type_hints(ServerArgs)[name])
+    if choices and "enum" in problem:
+        problem = f"expected one of {', '.join(choices)}"
+    return f"{flag(name)} {options.get(name)!r}: {problem[0].lower()}{problem[1:]}"
+
+
+def flag(field: str) -> str:
+    """The command-line option of a field: max_model_len is --max-model-len."""
+    return {"served_model_names": "--served-model-name", "model": "MODEL"}.get(field, "--" + field.replace("_", "-"))
+
+
+def check(args: ServerArgs) -> None:
+    """Raises ConfigError for a value that cannot work on any machine."""
+    if not args.model:
+        raise ConfigError("MODEL is empty: give a directory, a .gguf file or a hub id")
+    check_name(args.name)
+    if not args.host:
+        raise ConfigError("--host is empty: give an address to listen on, such as 127.0.0.1")
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port {args.port}: a port is between 0 (any free one) and 65535")
+    for field in COUNTS:
+        value = getattr(args, field)
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag(field)} {value}: must be at least 1")
+    for field in TIMES:
+        value = getattr(args, field)
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{flag(field)} {value}: must be a number of seconds, 0 or more")
+    if args.max_total_tokens is not None and args.max_total_tokens < args.page_size:
+        raise ConfigError(
+            f"--max-total-tokens {args.max_total_tokens}: must hold at least one page of {args.page_size} tokens"
+        )
+    if args.seed is not None and not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed}: must be between 0 and 2**63 - 1")
+    for name in args.served_model_names:
+        if not name or any(not character.isprintable() for character in name):
+            raise ConfigError(f"--served-model-name {name!r}: must be printable and not empty")
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError for an instance name that cannot be the name of a directory or be typed after --instance."""
+    if len(name) > MAX_NAME_LENGTH or not NAME.fullmatch(name):
+        raise ConfigError(
+            f"--name {name!r}: a name has 1 to {MAX_NAME_LENGTH} letters, digits, dots, underscores or dashes, "
+            "and begins with a letter or a digit"
+        )
