@@ -124,8 +124,9 @@ class IncrementalDecoder:
     """Turns the tokens of one sequence into text as they come, in constant time a token and bounded memory.
 
     Text is released when it is certain: never part of a UTF-8 character, and nothing that may still become a stop
-    string. Whatever the tokens and however they are cut into `add` calls, the texts join to `Tokenizer.decode` of all of
-    them, up to the stop string. Of several stop strings the one that is complete first wins, the longest if they tie.
+    string. Whatever the tokens and however they are cut into `add` calls, the texts join to `Tokenizer.decode` of all
+    of them, up to the stop string. Of several stop strings the one that is complete first wins, and of those that end
+    together the longest.
     """
 
     def __init__(
