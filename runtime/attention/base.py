@@ -68,14 +68,19 @@ class PageGeometry:
 class KVPool:
     """The key and value pages of all layers, allocated once. Untouched memory of a CPU pool is not resident."""
 
-    def __init__(self, geometry: PageGeometry, num_pages: int, key_shape: tuple[int, ...], value_shape: tuple[int, ...]):
+    def __init__(
+        self, geometry: PageGeometry, num_pages: int, key_shape: tuple[int, ...], value_shape: tuple[int, ...]
+    ):
         """`key_shape` and `value_shape` are those of one page of one layer, as the backend lays it out."""
         self.geometry = geometry
         self.num_pages = num_pages
-        layers = range(geometry.num_layers)
-        options = {"dtype": geometry.dtype, "device": geometry.device}
-        self.keys = [torch.empty((num_pages, *key_shape), **options) for _ in layers]
-        self.values = [torch.empty((num_pages, *value_shape), **options) for _ in layers]
+
+        def pages(shape: tuple[int, ...]) -> list[Tensor]:
+            size = (num_pages, *shape)
+            return [torch.empty(size, dtype=geometry.dtype, device=geometry.device) for _ in range(geometry.num_layers)]
+
+        self.keys = pages(key_shape)
+        self.values = pages(value_shape)
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +94,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
-        """Prepares a step; every layer's `forward` until the next plan is about this batch. Never syncs with the device."""
+        """Prepares a step: every layer's `forward` until the next plan is about this batch. No sync with the device."""
 
     @abstractmethod
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:

@@ -1,0 +1,141 @@
+"""Which token comes next: penalties, filters and the draw, and the logprobs that go with it.
+
+Nothing here depends on the batch: a row's token follows from its own logits and its own SampleSpec. The random number
+of a draw is a hash of (seed, position), so it is the same whatever else runs, in whatever order.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmserve.runtime.engine.batch import RowResult, SampledLogprobs, SampleSpec, int32_array, int32_bytes
+from llmserve.runtime.messages import SamplingParams
+
+_MASK64 = (1 << 64) - 1
+_NEGATIVE_INFINITY = float("-inf")
+
+
+def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowResult]:
+    """One token a row of `logits` (float32 [N, vocabulary], not written to), chosen as specs[row] says.
+
+    A row without a finite best logit gets an error instead of a token. The device is synced once, at the end.
+    """
+    tokens = logits.argmax(-1)
+    best = logits.gather(-1, tokens[:, None]).squeeze(-1)
+    allowed = best.clone()
+    for i, spec in enumerate(specs):
+        if spec.params.greedy and not _adjusted(spec):
+            continue
+        scores = adjust(logits[i], spec) if _adjusted(spec) else logits[i]
+        allowed[i] = scores.max()
+        tokens[i] = scores.argmax() if spec.params.greedy else draw(scores, spec.params, uniform(spec))
+    logprobs = _sampled_logprobs(logits, tokens, specs)
+    rows = []
+    finite, possible = torch.isfinite(best).tolist(), torch.isfinite(allowed).tolist()
+    for i, token in enumerate(tokens.tolist()):
+        if not finite[i]:
+            rows.append(RowResult(error="the model's logits are not finite"))
+        elif not possible[i]:
+            rows.append(RowResult(error="no token is allowed here"))
+        else:
+            rows.append(RowResult(token_id=token, logprobs=logprobs.get(i)))
+    return rows
+
+
+def _adjusted(spec: SampleSpec) -> bool:
+    """Whether anything but the model decides on the scores."""
+    return bool(spec.params.logit_bias or spec.params.penalized or spec.forbidden or spec.mask)
+
+
+def adjust(logits: Tensor, spec: SampleSpec) -> Tensor:
+    """A copy of one row of logits [vocabulary] with bias, penalties and prohibitions applied, in this order.
+
+    The repetition penalty (Keskar et al., 2019) is over prompt and output, as in transformers; the presence and the
+    frequency penalty are over the output, as in OpenAI's API.
+    """
+    scores, params = logits.clone(), spec.params
+    device = scores.device
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        scores.index_add_(0, torch.tensor(ids, device=device), torch.tensor(biases, device=device))
+    if params.penalized:
+        history = int32_array(spec.history)
+        if params.repetition_penalty != 1.0:
+            seen = torch.from_numpy(np.unique(history).astype(np.int64)).to(device)
+            values = scores[seen]
+            penalty = params.repetition_penalty
+            scores[seen] = torch.where(values < 0, values * penalty, values / penalty)
+        ids_out, counts = np.unique(history[spec.prompt_len :], return_counts=True)
+        penalties = params.presence_penalty + params.frequency_penalty * counts
+        index = torch.from_numpy(ids_out.astype(np.int64)).to(device)
+        scores[index] -= torch.from_numpy(penalties.astype(np.float32)).to(device)
+    if spec.forbidden:
+        scores[torch.tensor(spec.forbidden, device=device)] = _NEGATIVE_INFINITY
+    if spec.mask:
+        bits = np.unpackbits(np.frombuffer(spec.mask, np.uint8), count=scores.shape[0], bitorder="little")
+        scores.masked_fill_(torch.from_numpy(bits == 0).to(device), _NEGATIVE_INFINITY)
+    return scores
+
+
+def draw(scores: Tensor, params: SamplingParams, number: float) -> Tensor:
+    """The token, int64 scalar, at which the cumulative distribution of `scores` [vocabulary] passes `number` in [0, 1).
+
+    The distribution is filtered as transformers' warpers do it, in their order: temperature, top_k, top_p, min_p.
+    """
+    scores = scores / params.temperature
+    if 0 < params.top_k < scores.shape[0]:
+        scores = scores.masked_fill(scores < scores.topk(params.top_k).values[-1], _NEGATIVE_INFINITY)
+    if params.top_p < 1.0:
+        ordered, order = scores.sort(descending=True, stable=True)
+        probabilities = ordered.softmax(-1)
+        likelier = probabilities.cumsum(-1) - probabilities
+        dropped = likelier >= params.top_p
+        dropped[0] = False
+        scores = scores.masked_fill(torch.empty_like(dropped).scatter_(0, order, dropped), _NEGATIVE_INFINITY)
+    if params.min_p > 0.0:
+        probabilities = scores.softmax(-1)
+        scores = scores.masked_fill(probabilities < params.min_p * probabilities.max(), _NEGATIVE_INFINITY)
+    cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
+    total = cumulative[-1:]
+    passed = torch.searchsorted(cumulative, total * number, right=True)
+    last = torch.searchsorted(cumulative, total)
+    return torch.minimum(passed, last)[0]
+
+
+def uniform(spec: SampleSpec) -> float:
+    """The random number in [0, 1) of a draw: SplitMix64 (Steele, Lea and Flood, 2014) of the seed and the position."""
+    mixed = _mix64((_mix64(spec.seed & _MASK64) + spec.position * 0x9E3779B97F4A7C15) & _MASK64)
+    return (mixed >> 11) * 2.0**-53
+
+
+def _mix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> SampledLogprobs:
+    """Logprobs of tokens [k] under raw float32 logits [k, vocabulary], with the `top` likeliest tokens of each."""
+    normalizer = logits.logsumexp(-1, keepdim=True)
+    chosen = (logits.gather(-1, tokens[:, None]) - normalizer).squeeze(-1)
+    if top == 0:
+        return SampledLogprobs(token_logprobs=_float32_bytes(chosen))
+    values, ids = logits.topk(top, -1)
+    return SampledLogprobs(
+        token_logprobs=_float32_bytes(chosen),
+        top=top,
+        top_ids=int32_bytes(ids.cpu().numpy()),
+        top_logprobs=_float32_bytes(values - normalizer),
+    )
+
+
+def _sampled_logprobs(logits: Tensor, tokens: Tensor, specs: Sequence[SampleSpec]) -> dict[int, SampledLogprobs]:
+    wanted = {i: spec.top_logprobs for i, spec in enumerate(specs) if spec.top_logprobs is not None}
+    return {i: logprobs_of(logits[i : i + 1], tokens[i : i + 1], top) for i, top in wanted.items()}
+
+
+def _float32_bytes(values: Tensor) -> bytes:
+    return values.to("cpu", torch.float32).numpy().astype("<f4", copy=False).tobytes()

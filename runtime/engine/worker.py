@@ -1,0 +1,115 @@
+"""The worker: one replica's model, its KV pages, and the running of a step's plan over them.
+
+It schedules nothing and remembers nothing of a request between steps but what lies in its pages.
+"""
+
+from concurrent.futures import Future
+from itertools import pairwise
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from llmserve.runtime.attention.base import AttentionBackend
+from llmserve.runtime.engine.batch import (
+    PlanRow,
+    RowResult,
+    SampledLogprobs,
+    SampleSpec,
+    StepPlan,
+    StepResult,
+    WorkerInfo,
+    int32_array,
+    int32_bytes,
+)
+from llmserve.runtime.engine.forward import make_forward_batch
+from llmserve.runtime.engine.sampler import logprobs_of, sample
+from llmserve.runtime.messages import SamplingParams
+
+PROMPT_LOGPROB_ROWS = 128
+"""Positions whose logits are made at once for prompt logprobs: float32 logits take 200 kB a position and more."""
+
+
+class CausalLM(Protocol):
+    """What a model must offer."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """The final, normed hidden states [T, hidden] of tokens [T]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [N, vocabulary] of final hidden states [N, hidden]."""
+
+
+class TpModelWorker:
+    """Runs plans on one device. `submit` computes the step before it returns: its handle is done."""
+
+    def __init__(self, model: CausalLM, attention: AttentionBackend, info: WorkerInfo, device: torch.device) -> None:
+        self.info = info
+        self._model = model
+        self._attention = attention
+        self._device = device
+
+    def submit(self, plan: StepPlan) -> "Future[StepResult]":
+        handle: Future[StepResult] = Future()
+        try:
+            handle.set_result(self._run(plan))
+        except Exception as error:
+            handle.set_exception(error)
+        return handle
+
+    def warm_up(self) -> None:
+        """Runs a prefill and a decode in the first page, so that the first request finds kernels and buffers made."""
+        page, tokens = int32_bytes([0]), min(4, self.info.page_size - 1)
+        drawn = SampleSpec(params=SamplingParams(temperature=0.0), seed=0, position=tokens)
+        for start, ids in ((0, [0] * tokens), (tokens, [0])):
+            row = PlanRow(token_ids=int32_bytes(ids), start=start, pages=page, sample=drawn)
+            self.submit(StepPlan(rows=(row,))).result()
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> StepResult:
+        batch, starts = make_forward_batch(plan, self.info.page_size, self._device)
+        self._attention.plan(batch)
+        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
+        drawn = iter(self._draw(plan, hidden, starts))
+        rows = []
+        for row, (start, end) in zip(plan.rows, pairwise(starts), strict=True):
+            result = next(drawn) if row.sample is not None else RowResult()
+            if row.prompt_logprobs is not None:
+                logprobs = self._prompt_logprobs(row, row.prompt_logprobs, hidden[start:end])
+                result = msgspec.structs.replace(result, prompt_logprobs=logprobs)
+            if row.pool:
+                result = _pooled(row, hidden[start:end])
+            rows.append(result)
+        return StepResult(rows=tuple(rows))
+
+    def _draw(self, plan: StepPlan, hidden: Tensor, starts: list[int]) -> list[RowResult]:
+        specs = [row.sample for row in plan.rows if row.sample is not None]
+        if not specs:
+            return []
+        last = [end - 1 for row, end in zip(plan.rows, starts[1:], strict=True) if row.sample is not None]
+        if len(last) < hidden.shape[0]:
+            hidden = hidden[torch.tensor(last, device=self._device)]
+        return sample(self._model.logits(hidden), specs)
+
+    def _prompt_logprobs(self, row: PlanRow, top: int, hidden: Tensor) -> SampledLogprobs:
+        """Those of the tokens that follow each of the row's tokens; the last one's only if the plan tells it."""
+        following = int32_array(row.token_ids)[1:].tolist()
+        if row.next_token is not None:
+            following.append(row.next_token)
+        targets = torch.tensor(following, dtype=torch.int64, device=self._device)
+        spans = [slice(i, i + PROMPT_LOGPROB_ROWS) for i in range(0, len(following), PROMPT_LOGPROB_ROWS)]
+        parts = [logprobs_of(self._model.logits(hidden[: len(following)][span]), targets[span], top) for span in spans]
+        return SampledLogprobs(
+            token_logprobs=b"".join(part.token_logprobs for part in parts),
+            top=top,
+            top_ids=b"".join(part.top_ids for part in parts),
+            top_logprobs=b"".join(part.top_logprobs for part in parts),
+        )
+
+
+def _pooled(row: PlanRow, hidden: Tensor) -> RowResult:
+    vector = hidden.float().sum(0) if row.pool == "mean" else hidden[-1].float()
+    if not bool(torch.isfinite(vector).all()):
+        return RowResult(error="the model's hidden states are not finite")
+    return RowResult(hidden=vector.cpu().numpy().astype("<f4", copy=False).tobytes())
