@@ -1,0 +1,103 @@
+"""What waits for a slow receiver: the outbox of a Push, and the merging that keeps it small.
+
+It knows nothing of sockets. No row is lost in it: what two rows of one choice say is said by one.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+
+from llmserve.runtime.messages import (
+    BatchEmbeddingOutput,
+    BatchStrOutput,
+    BatchTokenIDOutput,
+    Logprobs,
+    Message,
+    StrRow,
+    TokenIDRow,
+)
+
+_R = TypeVar("_R", TokenIDRow, StrRow)
+
+
+class Outbox:
+    """Messages in the order of sending. When more than `mark` wait, rows of one choice are merged.
+
+    From then on until it is empty it is `full`: who fills it should not take on new work.
+    """
+
+    def __init__(self, mark: int):
+        self._mark = mark
+        self._messages: deque[Message] = deque()
+        self.full = False
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @property
+    def head(self) -> Message:
+        return self._messages[0]
+
+    def append(self, message: Message) -> None:
+        self._messages.append(message)
+        if len(self._messages) > self._mark:
+            self.full = True
+            self._messages = coalesce(self._messages)
+
+    def pop(self) -> None:
+        """Removes the head."""
+        self._messages.popleft()
+        self.full = self.full and bool(self._messages)
+
+    def split(self) -> bool:
+        """Puts two messages, each with half of its rows, in the head's place. False when the head cannot be split."""
+        head = self._messages[0]
+        if not isinstance(head, BatchTokenIDOutput | BatchStrOutput | BatchEmbeddingOutput) or len(head.rows) < 2:
+            return False
+        half = len(head.rows) // 2
+        self._messages[0] = msgspec.structs.replace(head, rows=head.rows[half:])
+        self._messages.appendleft(msgspec.structs.replace(head, rows=head.rows[:half]))
+        return True
+
+
+def coalesce(messages: Iterable[Message]) -> deque[Message]:
+    """The same messages with each run of token or text batches as one batch, in which each choice has one row."""
+    merged: deque[Message] = deque()
+    for kind, run in itertools.groupby(messages, key=type):
+        if kind is BatchTokenIDOutput or kind is BatchStrOutput:
+            rows: dict[tuple[str, int], TokenIDRow | StrRow] = {}
+            for row in itertools.chain.from_iterable(batch.rows for batch in run):
+                key = (row.rid, row.index)
+                rows[key] = _merge(rows[key], row) if key in rows else row
+            merged.append(kind(rows=tuple(rows.values())))
+        else:
+            merged.extend(run)
+    return merged
+
+
+def _merge(old: _R, new: _R) -> _R:
+    """One row for two consecutive ones: what is new of each is joined, totals are the newer ones."""
+    joined: dict[str, object] = {
+        "output_ids": old.output_ids + new.output_ids,
+        "logprobs": _join(old.logprobs, new.logprobs),
+        "prompt_logprobs": old.prompt_logprobs or new.prompt_logprobs,
+    }
+    if isinstance(old, StrRow) and isinstance(new, StrRow):
+        joined["text"] = old.text + new.text
+    elif isinstance(old, TokenIDRow) and isinstance(new, TokenIDRow):
+        joined["stop"] = old.stop or new.stop
+    return msgspec.structs.replace(new, **joined)
+
+
+def _join(old: Logprobs | None, new: Logprobs | None) -> Logprobs | None:
+    if old is None or new is None:
+        return old or new
+    return Logprobs(
+        token_logprobs=old.token_logprobs + new.token_logprobs,
+        top=new.top,
+        top_ids=old.top_ids + new.top_ids,
+        top_logprobs=old.top_logprobs + new.top_logprobs,
+    )

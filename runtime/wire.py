@@ -1,0 +1,342 @@
+"""The wire: one message, one ZeroMQ frame, one pickle of plain builtins. The only module that imports zmq.
+
+It owns the format and the sockets' settings; what is said over them (messages.py) and who may not fall behind
+(outbox.py) lie elsewhere. Sockets are ipc only, in a directory of mode 0700, and each is used by one thread.
+"""
+
+import asyncio
+import functools
+import io
+import logging
+import math
+import os
+import pickle
+import re
+import time
+import types
+from typing import Any, NoReturn, get_args
+
+import msgspec
+import zmq
+
+from llmserve.runtime.messages import AnyMessage, Message, RpcEnvelope
+from llmserve.runtime.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 64 << 20
+MAX_RPC_FRAME_BYTES = 4 << 20
+HIGH_WATER = 1000
+RPC_HIGH_WATER = 100
+BAD_FRAMES_PER_RECV = 64
+"""So many bad frames in a row and a receiver lets its caller go on with other work first."""
+
+
+class WireError(Exception):
+    """A bad frame. The text never holds the frame's contents."""
+
+
+# ---- the format ----------------------------------------------------------------------------------------------------
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The frame of a message: pickle protocol 5 of its builtins. Raises WireError when no receiver would take it."""
+    frame = pickle.dumps(msgspec.to_builtins(message, builtin_types=(bytes,)), protocol=5)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WireError(f"a {type(message).__name__} of {len(frame)} bytes is above the limit of {MAX_FRAME_BYTES}")
+    return frame
+
+
+def decode(frame: bytes, kind: Any = AnyMessage) -> Any:
+    """The message in a frame, of type `kind` (a Struct or a union of tagged ones), every field checked.
+
+    Raises WireError, and nothing else, whatever the frame holds.
+    """
+    try:
+        _check_opcodes(frame)
+        data = _DataUnpickler(io.BytesIO(frame)).load()
+        return msgspec.convert(data, _struct_of(data, kind), builtin_types=(bytes,))
+    except WireError:
+        raise
+    except Exception as error:
+        # Seen: UnpicklingError, EOFError, ValueError, TypeError, IndexError, MemoryError, ValidationError.
+        raise WireError(f"a frame of {len(frame)} bytes does not hold a message ({type(error).__name__})") from None
+
+
+def _struct_of(data: Any, kind: Any) -> Any:
+    """The struct that the tag in `data` names; msgspec.convert would take the whole union apart at every call."""
+    if not isinstance(kind, types.UnionType):
+        return kind
+    struct = _members(kind).get(data["type"])
+    if struct is None:
+        raise WireError("a frame holds a message of a type that is not expected here")
+    return struct
+
+
+@functools.lru_cache
+def _members(kind: types.UnionType) -> dict[str, type[Message]]:
+    return {member.__name__: member for member in get_args(kind)}
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Loads builtins only: nothing can be imported, called or looked up."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise WireError("a frame names a global")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise WireError("a frame names a persistent object")
+
+
+# Before a frame is unpickled its opcodes are walked: only those that the pickler writes for builtins pass. The
+# unpickler alone is not safe against a small frame: LONG_BINPUT makes it fill a table of up to 64 GiB, BINBYTES8
+# allocates what it names, EXT consults a registry. The walk is a regular expression over runs of short opcodes, because
+# a loop in Python would cost more than the unpickling. The opcodes are described in CPython's Lib/pickletools.py.
+_COUNTED = b"(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + b")"
+_OPCODES_PER_RUN = 128
+_MAX_RUNS = 8192
+"""A frame has at most 2**20 opcodes: each makes up to some hundred bytes of objects out of one byte of frame."""
+_RUN = re.compile(
+    b"(?:"
+    rb"[\x94N\x88\x89(t\x85\x86\x87)e\]}us]"  # MEMOIZE, None, booleans; tuples, lists, dicts
+    rb"|K.|M..|J....|G.{8}|\x8a" + _COUNTED +  # integers and floats
+    rb"|\x8c" + _COUNTED + b"|C" + _COUNTED +  # str and bytes below 256 bytes
+    rb"|h.|j....|\x95.{8}|a"  # memoized objects; FRAME; the last item of a list
+    b"){0,%d}+" % _OPCODES_PER_RUN,
+    re.DOTALL,
+)  # fmt: skip
+
+
+def _check_opcodes(frame: bytes) -> None:
+    """Raises WireError unless the frame is one whole pickle of plain data of a bounded number of objects."""
+    if not frame.startswith(b"\x80\x05"):
+        raise WireError("a frame does not begin like a pickle of protocol 5")
+    position = 2
+    for _ in range(_MAX_RUNS):
+        run = _RUN.match(frame, position)
+        start, position = position, run.end() if run else position
+        opcode = frame[position : position + 1]
+        if opcode in (b"X", b"B") and position + 5 < len(frame):  # str and bytes with a length of four bytes
+            position += 5 + int.from_bytes(frame[position + 1 : position + 5], "little")
+        elif opcode == b"." and position == len(frame) - 1:
+            return
+        elif position == start:
+            raise WireError("a frame is cut short, or holds more than plain data")
+    raise WireError("a frame holds too many objects")
+
+
+# ---- sockets -------------------------------------------------------------------------------------------------------
+
+
+class _Socket:
+    """A ZeroMQ socket with the settings that all of ours have."""
+
+    def __init__(self, kind: int, address: str, *, bind: bool, high_water: int, max_bytes: int = MAX_FRAME_BYTES):
+        self.address = address
+        self.bad_frames = 0
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        self._socket.set_hwm(high_water)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        if kind == zmq.ROUTER:
+            # A send to a client that is gone or never reads fails and is seen, instead of being dropped in silence.
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if bind:
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+            self._socket.bind(address)
+            os.chmod(address.removeprefix("ipc://"), 0o600)
+        else:
+            self._socket.connect(address)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, *frames: bytes) -> bool:
+        """Whether the message could go at once."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _take(self, kind: Any, parts: int = 1) -> tuple[bytes, Any] | None:
+        """The first part and the decoded last part of the next message that has exactly so many parts.
+
+        None when nothing is there, or when so many bad ones were skipped that the caller should see to other work.
+        """
+        for _ in range(BAD_FRAMES_PER_RECV):
+            try:
+                frames = [self._socket.recv(zmq.NOBLOCK)]
+                # A message comes whole, so its other parts are there. Those too many are read one by one, and not kept.
+                while self._socket.getsockopt(zmq.RCVMORE):
+                    part = self._socket.recv(zmq.NOBLOCK)
+                    if len(frames) <= parts:
+                        frames.append(part)
+            except zmq.Again:
+                return None
+            try:
+                if len(frames) != parts:
+                    raise WireError("a message has the wrong number of parts")
+                return frames[0], decode(frames[-1], kind)
+            except WireError as error:
+                self._count_bad(error)
+        return None
+
+    async def _atake(self, kind: Any) -> Any:
+        """Waits for the next good message."""
+        while True:
+            bad_frames = self.bad_frames
+            taken = self._take(kind)
+            if taken is not None:
+                return taken[1]
+            if self.bad_frames == bad_frames:
+                await self._readable()
+            else:
+                await asyncio.sleep(0)  # more may be there behind the bad ones
+
+    async def _readable(self) -> None:
+        """Waits until there may be something to read; to be called when a recv has found nothing.
+
+        The descriptor of a ZeroMQ socket tells of changes only, and a send may swallow what it tells.
+        """
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+        loop.add_reader(self._socket.fileno(), changed.set)
+        try:
+            await changed.wait()
+        finally:
+            loop.remove_reader(self._socket.fileno())
+
+    def _count_bad(self, reason: WireError) -> None:
+        """Counts a bad frame and logs at each doubling of the count, so that a flood of them does not flood the log."""
+        self.bad_frames += 1
+        if self.bad_frames.bit_count() == 1:
+            log.warning("bad frame dropped: socket=%s count=%d reason=%s", self.address, self.bad_frames, reason)
+
+
+class Push(_Socket):
+    """The sending end of a channel: connects, also before the other end binds, and never blocks.
+
+    Messages that the socket does not take wait in an outbox; while it is `congested` the caller should start no new
+    work.
+    """
+
+    def __init__(self, address: str, *, high_water: int = HIGH_WATER, outbox: int = 256):
+        super().__init__(zmq.PUSH, address, bind=False, high_water=high_water)
+        self._outbox = Outbox(mark=outbox)
+        self.dropped = 0
+        """Offered messages that could not go."""
+
+    @property
+    def backlog(self) -> int:
+        """Messages that wait in the outbox."""
+        return len(self._outbox)
+
+    @property
+    def congested(self) -> bool:
+        return self._outbox.full
+
+    def send(self, message: Message) -> None:
+        """Sends a message after all those sent before it, now or at a later send or flush; it is never dropped.
+
+        Raises WireError when it, or one row of it, is too large for a frame.
+        """
+        self._outbox.append(message)
+        self.flush()
+
+    def offer(self, message: Message) -> bool:
+        """Sends a message if it can go at once, else drops it and counts it in `dropped`."""
+        if self.flush() and self._send(encode(message)):
+            return True
+        self.dropped += 1
+        return False
+
+    def flush(self) -> bool:
+        """Sends what waits, as far as the socket takes it. True when the outbox is empty."""
+        while self._outbox:
+            try:
+                frame = encode(self._outbox.head)
+            except WireError:
+                if self._outbox.split():
+                    continue
+                self._outbox.pop()
+                raise
+            if not self._send(frame):
+                return False
+            self._outbox.pop()
+        return True
+
+
+class Pull(_Socket):
+    """The receiving end of a channel: binds. `kind` is the type, or the union, of the messages that may come."""
+
+    def __init__(self, address: str, kind: Any):
+        super().__init__(zmq.PULL, address, bind=True, high_water=HIGH_WATER)
+        self._kind = kind
+
+    def recv(self) -> Message | None:
+        """The next message, None when there is none now. Bad frames are counted, logged and skipped."""
+        taken = self._take(self._kind)
+        return taken and taken[1]
+
+    async def arecv(self) -> Message:
+        """Waits for the next message."""
+        message: Message = await self._atake(self._kind)
+        return message
+
+
+class Router(_Socket):
+    """The scheduler's end of the RPC channel: binds, and answers whichever client asked."""
+
+    def __init__(self, address: str):
+        super().__init__(zmq.ROUTER, address, bind=True, high_water=RPC_HIGH_WATER, max_bytes=MAX_RPC_FRAME_BYTES)
+
+    def recv(self) -> tuple[bytes, RpcEnvelope] | None:
+        """The next request and the client to answer. Bad frames are counted, logged and skipped."""
+        return self._take(RpcEnvelope, parts=2)
+
+    def send(self, client: bytes, envelope: RpcEnvelope) -> bool:
+        """False: the client is gone, or does not read; the envelope is dropped."""
+        try:
+            return self._send(client, encode(envelope))
+        except zmq.ZMQError:  # no route to the client: it has disconnected
+            return False
+
+
+class Dealer(_Socket):
+    """A client's end of the RPC channel."""
+
+    def __init__(self, address: str):
+        super().__init__(zmq.DEALER, address, bind=False, high_water=RPC_HIGH_WATER)
+
+    def send(self, envelope: RpcEnvelope) -> bool:
+        """False: the server has not taken the last hundred envelopes."""
+        return self._send(encode(envelope))
+
+    def recv(self, timeout_s: float) -> RpcEnvelope | None:
+        """The next answer, None when none comes in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            taken = self._take(RpcEnvelope)
+            left_s = deadline - time.monotonic()
+            if taken is not None or left_s <= 0:
+                return taken and taken[1]
+            self._socket.poll(math.ceil(left_s * 1000))
+
+    async def arecv(self) -> RpcEnvelope:
+        """Waits for the next answer. Nothing may be sent on this socket meanwhile."""
+        envelope: RpcEnvelope = await self._atake(RpcEnvelope)
+        return envelope
+
+
+class Poller:
+    """Waits for the first of several sockets that has something to read."""
+
+    def __init__(self, *sockets: _Socket):
+        self._poller = zmq.Poller()
+        for socket in sockets:
+            self._poller.register(socket._socket, zmq.POLLIN)
+
+    def wait(self, timeout_s: float) -> None:
+        self._poller.poll(math.ceil(timeout_s * 1000))
