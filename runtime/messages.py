@@ -22,11 +22,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 # ---- sampling ----------------------------------------------------------------------------------------------------
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tokens of one request are chosen. Already validated against the model by the TokenizerManager.
+FILL_CONTEXT = -1
+"""As `max_new_tokens`: as many as the model's context has room for."""
+UNSEEDED = -(1 << 63)
+"""As `seed`: any."""
 
-    `seed` is always set by the time this reaches the scheduler; choice j of a prompt draws with `seed + j`.
-    `top_k` 0 means off. `logit_bias` holds (token id, bias) pairs.
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of one request are chosen.
+
+    The TokenizerManager validates it against the model, and puts numbers in the place of FILL_CONTEXT and UNSEEDED, before
+    it reaches the scheduler; choice j of a prompt draws with `seed + j`. `top_k` 0 means off. `logit_bias` holds (token id, bias) pairs.
     """
 
     max_new_tokens: int = 128
@@ -41,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    seed: int = 0
+    seed: int = UNSEEDED
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -165,6 +171,8 @@ class TokenIDRow(Row, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     queue_s: float = 0.0
     """Seconds between the arrival and the first step that ran it."""
+    min_new_tokens: int = 0
+    """In the choice's first row only: a stop string counts only when it ends after so many tokens."""
 
 
 class StrRow(Row, frozen=True, kw_only=True):
