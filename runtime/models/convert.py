@@ -1,0 +1,122 @@
+"""Files that a checkpoint lacks and that are made once, in a child process, and kept in the user's cache directory.
+
+A converted directory holds tokenizer.json and tokenizer_config.json, written by transformers and so encoding exactly as
+it does, chat_template.jinja where there is one, and for a GGUF file also config.json and generation_config.json.
+Only the child imports transformers.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import platformdirs
+
+from llmserve.runtime.config import ConfigError
+from llmserve.runtime.models import gguf
+
+_VERSION = 1
+"""Part of every digest: raised when a conversion changes, so that what older versions made is not used."""
+
+_SLOW_TOKENIZER_FILES = (
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tekken.json",
+)
+_TIMEOUT_S = 300
+
+
+def converted_gguf(header: gguf.GgufHeader) -> Path:
+    """The directory with the config and tokenizer of a GGUF file. Raises ConfigError."""
+    gguf.hf_config(header)  # an architecture that is not served fails here, before a child is started
+    return _converted("gguf", Path(header.path), header.digest)
+
+
+def converted_tokenizer(directory: Path) -> Path:
+    """The directory with the tokenizer.json of a checkpoint that has only an older kind. Raises ConfigError."""
+    files = [directory / name for name in _SLOW_TOKENIZER_FILES if (directory / name).is_file()]
+    if not files:
+        raise ConfigError(f"{directory} has no tokenizer: expected tokenizer.json, or tokenizer.model")
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
+    return _converted("tokenizer", directory, digest.hexdigest())
+
+
+def _converted(kind: Literal["gguf", "tokenizer"], source: Path, digest: str) -> Path:
+    cache = Path(platformdirs.user_cache_dir("llmserve")) / "checkpoints"
+    target = cache / f"{kind}-{_VERSION}-{digest[:32]}"
+    if (target / "tokenizer.json").is_file():
+        return target
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".new-", dir=cache))
+    except OSError as error:
+        raise ConfigError(
+            f"the cache directory {cache} cannot be written: {error}; set XDG_CACHE_HOME to one that can"
+        ) from error
+    try:
+        _run_child(kind, source, work)
+        try:
+            work.rename(target)
+        except OSError:  # another launch was faster
+            if not (target / "tokenizer.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _run_child(kind: str, source: Path, work: Path) -> None:
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, "-m", "llmserve.runtime.models.convert", kind, str(source), str(work)]
+    try:
+        child = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"the tokenizer of {source} was not converted within {_TIMEOUT_S} s") from error
+    if child.returncode != 0:
+        reason = next(
+            (line for line in reversed(child.stderr.splitlines()) if line.strip()), f"exit code {child.returncode}"
+        )
+        raise ConfigError(f"the tokenizer of {source} cannot be converted: {reason.strip()}")
+
+
+def _main(kind: str, source: Path, target: Path) -> None:
+    """The child: writes the files into `target`."""
+    if kind == "gguf":
+        from transformers import PreTrainedTokenizerFast
+
+        config = gguf.hf_config(gguf.read_header(source))
+        (target / "config.json").write_text(json.dumps(config, indent=2))
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    tokenizer.save_pretrained(target)
+    if not (target / "tokenizer.json").is_file():
+        raise ConfigError("transformers wrote no tokenizer.json for it")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

