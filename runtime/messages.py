@@ -31,8 +31,9 @@ UNSEEDED = -(1 << 63)
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one request are chosen.
 
-    The TokenizerManager validates it against the model, and puts numbers in the place of FILL_CONTEXT and UNSEEDED, before
-    it reaches the scheduler; choice j of a prompt draws with `seed + j`. `top_k` 0 means off. `logit_bias` holds (token id, bias) pairs.
+    The TokenizerManager validates it against the model and replaces FILL_CONTEXT and UNSEEDED by numbers before it
+    reaches the scheduler. Choice j of a prompt draws with `seed + j`. `top_k` 0 means off. `logit_bias` holds
+    (token id, bias) pairs.
     """
 
     max_new_tokens: int = 128
