@@ -1,4 +1,4 @@
-"""The `llmserve` command: the table of its subcommands, and how they are loaded, run and ended.
+"""The `llmserve` command: how its subcommands (commands.py) are loaded, run and ended.
 
 A command's module is imported only when that command is run, completed or asked for its help, so that `llmserve --help`
 costs what a bare Typer program costs. What commands do is in their modules; every error meant for the user ends here.
@@ -7,33 +7,16 @@ costs what a bare Typer program costs. What commands do is in their modules; eve
 import importlib
 import os
 import sys
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from llmserve.cli.commands import COMMANDS
 from llmserve.cli.common import console_of, exit_code_of
 from llmserve.cli.console import Console
 
-
-class Entry(NamedTuple):
-    """One subcommand: `function` in the module llmserve.cli.`module`; `help` is its line in `llmserve --help`."""
-
-    module: str
-    function: str
-    help: str
-    panel: str = "Commands"
-    hidden: bool = False
-
-
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
-SERVE, LOOK, ACT, USE = "Serve", "Look", "Act", "Use"
-
-COMMANDS: dict[str, Entry] = {
-    "launch": Entry("launch", "launch", "Serve a model.", SERVE),
-    "stop": Entry("stop", "stop", "Drain an instance and end it.", SERVE),
-    "ps": Entry("ps", "ps", "List the running instances.", LOOK),
-}
 
 
 class LazyGroup(TyperGroup):
@@ -53,9 +36,12 @@ class LazyGroup(TyperGroup):
         if entry is None or self.commands[name].callback is not None:
             return
         function = getattr(importlib.import_module(f"llmserve.cli.{entry.module}"), entry.function)
-        app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-        app.command(name, context_settings=CONTEXT_SETTINGS, hidden=entry.hidden, rich_help_panel=entry.panel)(function)
-        self.commands[name] = typer.main.get_command(app)
+        epilog = "\n\n".join(["Examples:", *(f"  {example}" for example in entry.examples)]) if entry.examples else None
+        single = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        single.command(
+            name, context_settings=CONTEXT_SETTINGS, hidden=entry.hidden, rich_help_panel=entry.panel, epilog=epilog
+        )(function)
+        self.commands[name] = typer.main.get_command(single)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args:
@@ -109,4 +95,4 @@ def main() -> None:
     """The console script."""
     if os.environ.get("NO_COLOR"):
         os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # Rich alone would still write bold
-    app(obj=Console.system())
+    app(prog_name="llmserve", obj=Console.system())

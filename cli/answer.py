@@ -1,0 +1,186 @@
+"""Asks the running instance for an answer over its OpenAI routes, as any other client would, and streams it.
+
+Shared by `chat` and `generate`. Closing the stream (Ctrl-C included) disconnects, and that aborts the request.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmserve.cli.common import CommandError, ExitCode
+from llmserve.cli.console import CONTROL_PICTURES, Console
+
+if TYPE_CHECKING:
+    import httpx
+
+    from llmserve.runtime.instance import InstanceRecord
+
+EXIT_OF_STATUS = {
+    400: ExitCode.USAGE,
+    401: ExitCode.DENIED,
+    403: ExitCode.DENIED,
+    404: ExitCode.NOT_FOUND,
+    429: ExitCode.BUSY,
+    503: ExitCode.UNAVAILABLE,
+}
+TERMINAL_SAFE = {code: shown for code, shown in CONTROL_PICTURES.items() if chr(code) not in "\n\t"}
+
+MaxTokensOption = Annotated[
+    int | None, typer.Option("--max-tokens", min=1, metavar="N", help="Stop after so many tokens.")
+]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option("--temperature", "-t", metavar="T", min=0.0, max=2.0, help="0 takes the likeliest."),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="P", min=0.0, max=1.0, help="Draw from the likeliest with this mass."),
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="Draw the same tokens each time.")]
+StopOption = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.")
+]
+ApiKeyFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="The file that holds the instance's API key, where it has one (or set LLMSERVE_API_KEY).",
+    ),
+]
+GapOption = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long to wait for the next token.")
+]
+
+
+class Answer:
+    """One streamed answer: iterate over its pieces of text; the other attributes are right once that has ended.
+
+    Raises CommandError for what the server refuses, and when the connection fails.
+    """
+
+    def __init__(
+        self, record: "InstanceRecord", route: str, body: dict[str, Any], api_key: str | None, gap_s: float
+    ) -> None:
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.usage: dict[str, Any] = {}
+        self.ttft_s = 0.0
+        self.seconds = 0.0
+        self._record = record
+        self._url = f"{base_url(record)}{route}"
+        self._body = {k: v for k, v in body.items() if v is not None}
+        self._body |= {"model": record.served_model_names[0], "stream": True, "stream_options": {"include_usage": True}}
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._gap_s = gap_s
+
+    def __iter__(self) -> Iterator[str]:
+        import httpx
+
+        started = time.monotonic()
+        timeout = httpx.Timeout(self._gap_s, connect=5.0)
+        try:
+            with (
+                httpx.Client(timeout=timeout, trust_env=False) as client,
+                client.stream("POST", self._url, json=self._body, headers=self._headers) as response,
+            ):
+                if response.status_code != 200:
+                    raise refusal(response)
+                for event in events(response):
+                    piece = self._take(event)
+                    if piece:
+                        self.ttft_s = self.ttft_s or time.monotonic() - started
+                        self.text += piece
+                        yield piece
+        except httpx.ConnectError:
+            where = f"{self._record.host}:{self._record.port}"
+            message = f'cannot connect to instance "{self._record.name}" at {where}'
+            raise CommandError(message, ExitCode.UNAVAILABLE) from None
+        except httpx.TimeoutException:
+            raise CommandError(f"no token came for {self._gap_s:g} s; see --timeout", ExitCode.BUSY) from None
+        except httpx.TransportError as error:
+            raise CommandError(f"the connection broke: {error}", ExitCode.UNAVAILABLE) from None
+        finally:
+            self.seconds = time.monotonic() - started
+
+    def _take(self, event: dict[str, Any]) -> str:
+        """The new text of one server-sent event."""
+        if "error" in event:
+            raise CommandError(str(event["error"].get("message", "the server failed")))
+        self.usage = event.get("usage") or self.usage
+        piece = ""
+        for choice in event.get("choices", ()):
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            piece += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        return piece
+
+    def show(self, console: Console) -> None:
+        """Streams the answer to stdout; on a terminal control characters are shown instead of executed."""
+        terminal = console.stdout.isatty()
+        for piece in self:
+            console.print(piece.translate(TERMINAL_SAFE) if terminal else piece, end="")
+        if not self.text.endswith("\n"):
+            console.print()
+
+    def summary(self) -> str:
+        """One line about the finished answer: tokens, speed, time to the first token."""
+        tokens = self.usage.get("completion_tokens", 0)
+        prompt = self.usage.get("prompt_tokens", 0)
+        cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        decode_s = self.seconds - self.ttft_s
+        speed = f", {(tokens - 1) / decode_s:.1f} tokens/s" if tokens > 1 and decode_s > 0 else ""
+        known = f" ({cached} cached)" if cached else ""
+        first = f"first after {self.ttft_s * 1000:.0f} ms"
+        return f"{tokens} tokens{speed}, {first}; prompt {prompt}{known}; {self.finish_reason}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "usage": self.usage,
+            "ttft_s": round(self.ttft_s, 6),
+            "seconds": round(self.seconds, 6),
+        }
+
+
+def base_url(record: "InstanceRecord") -> str:
+    """Where to reach an instance from this machine: one that listens on every address is reached over loopback."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(record.host, record.host)
+    return f"http://[{host}]:{record.port}" if ":" in host else f"http://{host}:{record.port}"
+
+
+def events(response: "httpx.Response") -> Iterator[dict[str, Any]]:
+    """The JSON payloads of an event stream up to its `[DONE]`; one cut off before that raises CommandError."""
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        yield json.loads(data)
+    raise CommandError("the server closed the connection before the answer ended", ExitCode.UNAVAILABLE)
+
+
+def refusal(response: "httpx.Response") -> CommandError:
+    """The error that an answer other than 200 stands for."""
+    response.read()
+    try:
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:200].strip() or response.reason_phrase
+    code = EXIT_OF_STATUS.get(response.status_code, ExitCode.FAILED)
+    hint = "; give the key by --api-key-file or LLMSERVE_API_KEY" if response.status_code == 401 else ""
+    return CommandError(f"{message} (HTTP {response.status_code}){hint}", code)
+
+
+def api_key(console: Console, file: Path | None) -> str | None:
+    """The API key from `file`, else from the environment."""
+    if file is not None:
+        return file.read_text().strip() or None
+    return console.environ.get("LLMSERVE_API_KEY") or None

@@ -1,0 +1,49 @@
+"""`llmserve generate`: continues a prompt with the running instance."""
+
+from typing import Annotated
+
+import typer
+
+from llmserve.cli import answer
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
+
+
+def generate(
+    ctx: typer.Context,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    instance: InstanceOption = None,
+    max_tokens: answer.MaxTokensOption = None,
+    temperature: answer.TemperatureOption = None,
+    top_p: answer.TopPOption = None,
+    seed: answer.SeedOption = None,
+    stop: answer.StopOption = None,
+    api_key_file: answer.ApiKeyFileOption = None,
+    timeout: answer.GapOption = 600.0,
+    json: JsonOption = False,
+) -> None:
+    """Continue a prompt, streaming the text to standard output.
+
+    Ctrl-C ends the request in the server too. Only the new text is printed, so that it can be piped on.
+    """
+    console = console_of(ctx)
+    text = console.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise CommandError("the prompt is empty", ExitCode.USAGE)
+    body = {
+        "prompt": text,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": stop or None,
+    }
+    key = answer.api_key(console, api_key_file)
+    result = answer.Answer(find_instance(instance), "/v1/completions", body, key, timeout)
+    if json:
+        for _ in result:
+            pass
+        console.json(result.as_json())
+        return
+    result.show(console)
+    if console.stdout.isatty():
+        console.err.print(result.summary(), style="dim")

@@ -1,0 +1,209 @@
+"""`chat` and `generate` against a front that speaks the OpenAI protocol and records what it is asked."""
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmserve.cli import chat, common, generate
+from llmserve.cli.console import Console
+from llmserve.cli.main import app
+
+
+class Front(ThreadingHTTPServer):
+    """Answers each POST with `events` (or `status` and `error`), and keeps the bodies and headers it got."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.pieces = ["Hello", ", wor", "ld"]
+        self.status = 200
+        self.last: list[Any] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Front
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        self.server.keys.append(self.headers.get("Authorization"))
+        self.send_response(self.server.status)
+        self.end_headers()
+        if self.server.status != 200:
+            self.wfile.write(json.dumps({"error": {"message": "the prompt is too long"}}).encode())
+            return
+        for piece in self.server.pieces:
+            choice = {"delta": {"content": piece}} if self.path == "/v1/chat/completions" else {"text": piece}
+            self.event({"choices": [{"index": 0, "finish_reason": None, **choice}]})
+        usage = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+        for event in self.server.last or [
+            {"choices": [{"index": 0, "finish_reason": "stop", "text": "", "delta": {}}]},
+            {"choices": [], "usage": usage},
+            "[DONE]",
+        ]:
+            self.event(event)
+
+    def event(self, data: Any) -> None:
+        text = data if isinstance(data, str) else json.dumps(data)
+        self.wfile.write(f"data: {text}\n\n".encode())
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
+    server = Front()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    record = SimpleNamespace(name="t", host="0.0.0.0", port=server.server_port, served_model_names=("tiny",))
+    for module in (chat, generate):
+        monkeypatch.setattr(module, "find_instance", lambda name: record)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run(*arguments: str, stdin: io.StringIO | None = None, terminal: bool = False, **environ: str) -> Any:
+    """Runs a command off (or on) a terminal; gives its exit code, stdout and stderr."""
+    stream = Terminal if terminal else io.StringIO
+    console = Console(stdin or stream(), stream(), stream(), environ)
+    with pytest.raises(SystemExit) as ended:
+        app(list(arguments), prog_name="llmserve", obj=console)
+    return SimpleNamespace(code=ended.value.code, out=console.stdout.getvalue(), err=console.stderr.getvalue())
+
+
+def test_generate_prints_the_text_alone(front: Front) -> None:
+    result = run("generate", "Say it", "--max-tokens", "3", "-t", "0", "--top-p", "0.5", "--seed", "9", "--stop", "x")
+    assert (result.code, result.out, result.err) == (0, "Hello, world\n", "")
+    (body,) = front.bodies
+    assert body == {
+        "model": "tiny",
+        "prompt": "Say it",
+        "max_tokens": 3,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "seed": 9,
+        "stop": ["x"],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    assert front.keys == [None]
+
+
+def test_generate_reads_the_prompt_from_a_pipe(front: Front) -> None:
+    assert run("generate", "-", stdin=io.StringIO("piped in")).code == 0
+    assert front.bodies[0]["prompt"] == "piped in"
+
+
+def test_generate_json_is_one_object(front: Front) -> None:
+    result = json.loads(run("generate", "x", "--json").out)
+    assert result["text"] == "Hello, world"
+    assert result["finish_reason"] == "stop"
+    assert result["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+def test_the_key_is_sent(front: Front, tmp_path: Any) -> None:
+    file = tmp_path / "key"
+    file.write_text("s3cret\n")
+    run("generate", "x", "--api-key-file", str(file))
+    run("generate", "x", LLMSERVE_API_KEY="other")
+    assert front.keys == ["Bearer s3cret", "Bearer other"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(400, 2), (401, 77), (404, 3), (429, 75), (500, 1), (503, common.ExitCode.UNAVAILABLE)]
+)
+def test_a_refusal_is_an_exit_code_and_the_servers_words(front: Front, status: int, code: int) -> None:
+    front.status = status
+    result = run("generate", "x")
+    assert (result.code, result.out) == (code, "")
+    assert f"llmserve: the prompt is too long (HTTP {status})" in result.err
+
+
+def test_an_error_in_mid_stream_ends_the_command(front: Front) -> None:
+    front.last = [{"error": {"message": "the scheduler died"}}, "[DONE]"]
+    result = run("generate", "x")
+    assert (result.code, result.out) == (1, "Hello, world")
+    assert "the scheduler died" in result.err
+
+
+def test_a_stream_without_its_end_is_an_error(front: Front) -> None:
+    front.last = [{"choices": []}]
+    assert run("generate", "x").code == 69
+
+
+def test_nothing_listening(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = SimpleNamespace(name="gone", host="127.0.0.1", port=1, served_model_names=("tiny",))
+    monkeypatch.setattr(generate, "find_instance", lambda name: record)
+    result = run("generate", "x")
+    assert result.code == 69
+    assert 'cannot connect to instance "gone" at 127.0.0.1:1' in result.err
+
+
+def test_escape_codes_reach_a_pipe_and_never_a_terminal(front: Front) -> None:
+    front.pieces = ["a\x1b[2J", "b\n\tc"]
+    assert run("generate", "x").out == "a\x1b[2Jb\n\tc\n"
+    assert "a␛[2Jb\n\tc\n" in run("generate", "x", terminal=True).out
+
+
+def test_chat_takes_a_message_and_what_is_piped_in(front: Front) -> None:
+    result = run("chat", "Summarize:", "--system", "Be brief.", stdin=io.StringIO("a long text\n"))
+    assert result.out == "Hello, world\n"
+    assert front.bodies[0]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Summarize:\n\na long text\n"},
+    ]
+
+
+def test_chat_without_a_message_off_a_terminal_is_a_usage_error(front: Front) -> None:
+    assert run("chat").code == 2
+
+
+def test_chat_keeps_the_conversation(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["one", "/system Rhyme.", "two", "/nonsense", "three"])
+
+    def read(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    result = run("chat", terminal=True, NO_COLOR="1")
+    assert result.code == 0
+    first, second, third = (body["messages"] for body in front.bodies)
+    assert [m["content"] for m in first] == ["one"]
+    assert [m["content"] for m in second] == ["Rhyme.", "two"]
+    assert [m["content"] for m in third] == ["Rhyme.", "two", "Hello, world", "three"]
+    assert "there is no /nonsense" in result.err
+    assert "\x1b" not in result.out + result.err
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["one", "two"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or (_ for _ in ()).throw(EOFError()))
+    original = Console.print
+
+    def interrupted(self: Console, text: str = "", end: str = "\n") -> None:
+        original(self, text, end)
+        if text == ", wor" and len(front.bodies) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Console, "print", interrupted)
+    result = run("chat", terminal=True)
+    assert result.code == 0
+    assert "(ended)" in result.err
+    assert [m["content"] for m in front.bodies[1]["messages"]] == ["one", "Hello, wor", "two"]

@@ -1,0 +1,102 @@
+"""What the command line costs before it does anything."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BARE = """
+import typer
+app = typer.Typer()
+
+@app.command()
+def one(name: str = "x") -> None:
+    "First."
+
+@app.command()
+def two(name: str = "x") -> None:
+    "Second."
+
+app(prog_name="bare")
+"""
+LLMSERVE = "from llmserve.cli.main import main; main()"
+HEAVY = {"torch", "transformers", "tokenizers", "numpy", "zmq", "fastapi", "uvicorn", "httpx", "psutil"}
+
+
+def seconds(code: str, arguments: list[str], environ: dict[str, str]) -> float:
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code, *arguments], env=os.environ | environ, capture_output=True, check=True)
+    return time.perf_counter() - start
+
+
+def ratio(arguments: list[str], ours: dict[str, str], bare: dict[str, str]) -> float:
+    """How many times a bare Typer program's time ours takes: the best of each over runs in pairs, so that a busy
+    machine slows both, and more pairs for as long as the answer is not yet good."""
+    best_ours = best_bare = float("inf")
+    for pair in range(40):
+        best_bare = min(best_bare, seconds(BARE, arguments, bare))
+        best_ours = min(best_ours, seconds(LLMSERVE, arguments, ours))
+        if pair >= 7 and best_ours <= 1.3 * best_bare:
+            break
+    return best_ours / best_bare
+
+
+def test_help_costs_what_a_bare_typer_program_costs() -> None:
+    assert ratio(["--help"], {}, {}) <= 1.3
+
+
+@pytest.mark.parametrize("words", ["llmserve la", "llmserve launch --po"])
+def test_completion_costs_what_a_bare_typer_program_costs(words: str) -> None:
+    position = {"COMP_CWORD": str(len(words.split()) - 1)}
+    ours = {"_LLMSERVE_COMPLETE": "complete_bash", "COMP_WORDS": words} | position
+    bare_words = "bare t" if words == "llmserve la" else "bare two --na"
+    bare = {"_BARE_COMPLETE": "complete_bash", "COMP_WORDS": bare_words} | position
+    assert ratio([], ours, bare) <= 1.3
+
+
+def loaded(code: str, arguments: list[str], environ: dict[str, str]) -> set[str]:
+    """The top-level packages in sys.modules when `code` exits."""
+    hook = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr));"
+    run = subprocess.run(
+        [sys.executable, "-c", hook + code, *arguments],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {name.partition(".")[0] for name in run.stderr.split()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        (["--help"], {}),
+        (["launch", "--help"], {}),
+        ([], {"_LLMSERVE_COMPLETE": "complete_bash", "COMP_WORDS": "llmserve launch --po", "COMP_CWORD": "2"}),
+    ],
+)
+def test_help_and_completion_load_nothing_heavy(arguments: list[str], environ: dict[str, str]) -> None:
+    modules = loaded(LLMSERVE, arguments, environ)
+    assert "typer" in modules
+    assert not modules & HEAVY
+
+
+def test_importing_the_command_loads_no_command() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", "import sys, llmserve.cli.main; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ours = {name for name in run.stdout.split() if name.startswith("llmserve.cli.")}
+    assert ours == {f"llmserve.cli.{name}" for name in ("main", "commands", "common", "console")}
+    assert not {name.partition(".")[0] for name in run.stdout.split()} & HEAVY
+
+
+def test_version_is_that_of_the_package() -> None:
+    script = Path(sys.executable).with_name("llmserve")
+    run = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout == "llmserve 0.1.0\n"
