@@ -1,0 +1,266 @@
+"""The registry of instances: one private directory each, under one private root, with its lock and its record.
+
+It owns what lies in them and who may use it; sockets, processes and their ends are others'. Imports neither torch nor
+zmq: the command line reads it.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from llmserve.runtime.config import check_name
+from llmserve.runtime.messages import PROTOCOL_VERSION
+from llmserve.runtime.ports import PortArgs
+
+RECORD = "instance.json"
+
+
+class InstanceError(Exception):
+    """An instance cannot be found, taken or trusted. `exit_code` is the command's exit status."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What an instance says of itself to the commands; a JSON file in its directory. `created` is in Unix seconds."""
+
+    name: str
+    pid: int = 0
+    start_time: int = 0
+    """Of the process `pid`, in clock ticks since the boot: with it a reused pid is told from the instance."""
+    host: str = ""
+    port: int = 0
+    model: str = ""
+    served_model_names: tuple[str, ...] = ()
+    state: Literal["starting", "ready", "draining"] = "starting"
+    created: float = 0.0
+    version: str = ""
+    protocol: int = PROTOCOL_VERSION
+    log_path: str = ""
+    children: tuple[int, ...] = ()
+    rpc_addresses: tuple[str, ...] = ()
+    """One a replica."""
+
+    @property
+    def alive(self) -> bool:
+        return self.pid > 0 and process_start_time(self.pid) == self.start_time
+
+    @property
+    def directory(self) -> Path:
+        return runtime_root() / self.name
+
+
+class Instance:
+    """A name taken by this process, until `release`. Made by `acquire`."""
+
+    def __init__(self, record: InstanceRecord, directory: Path, lock: int):
+        self.record = record
+        self.directory = directory
+        self._lock = lock
+        self._owner = os.getpid()
+        self.write(record)
+
+    def write(self, record: InstanceRecord) -> None:
+        """Publishes the record. Who the instance is stays as it is: its name, process, age and version."""
+        own = {field: getattr(self.record, field) for field in ("name", "pid", "start_time", "created", "version")}
+        self.record = msgspec.structs.replace(record, **own)
+        draft = self.directory / f".{RECORD}"
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # a login session's end removes $XDG_RUNTIME_DIR; then nobody reads
+            draft.write_bytes(msgspec.json.format(msgspec.json.encode(self.record)))
+            draft.replace(self.directory / RECORD)  # at once: a reader sees the old record or the new one
+
+    def update(self, **fields: object) -> None:
+        """Publishes the record with some fields changed."""
+        self.write(msgspec.structs.replace(self.record, **fields))
+
+    def release(self) -> None:
+        """Removes the directory with all that is in it and frees the name. Safe to repeat; nothing in a forked child."""
+        if self._lock < 0 or os.getpid() != self._owner:
+            return
+        with _locked_root() as root:
+            shutil.rmtree(root / self.record.name, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+
+
+def runtime_root() -> Path:
+    """$XDG_RUNTIME_DIR/llmserve, or a directory of this user under the temporary one; made if missing.
+
+    Raises InstanceError (exit 77) when it is not ours alone.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and os.path.isdir(runtime):
+        root = Path(runtime, "llmserve")
+    else:
+        root = Path(tempfile.gettempdir(), f"llmserve-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        _mkdir(root)
+    _check_private(root)
+    return root
+
+
+def acquire(name: str) -> Instance:
+    """Takes a name for this process: its directory exists, empty but for the record, and its lock is held.
+
+    What a dead instance left under the name is removed. Raises InstanceError when the name is taken, the directory is
+    not ours alone, or its path is too long for a socket; ConfigError when the name is not one.
+    """
+    from importlib.metadata import version  # slow to import, and the commands do not need it
+
+    check_name(name)
+    with _locked_root() as root:
+        directory = root / name
+        try:
+            PortArgs.init_new(directory, dp_rank=99)
+        except ValueError as error:
+            raise InstanceError(str(error), 78) from None
+        if os.path.lexists(directory):
+            _sweep(directory)
+        _mkdir(directory)
+        lock = _lock(directory / "lock")
+        assert lock is not None, "a lock in a directory that has just been made is held"
+        pid = os.getpid()
+        record = InstanceRecord(
+            name=name,
+            pid=pid,
+            start_time=process_start_time(pid) or 0,
+            created=time.time(),
+            version=version("llmserve"),
+        )
+        return Instance(record, directory, lock)
+
+
+def list_instances() -> list[InstanceRecord]:
+    """The records of all instances, by name; those of dead ones that left theirs behind are not `alive`."""
+    root = runtime_root()
+    records = [_read(directory) for directory in sorted(root.iterdir()) if directory.is_dir()]
+    return [record for record in records if record is not None]
+
+
+def find_instance(name: str | None = None) -> InstanceRecord:
+    """The running instance called `name`, or the only one. Raises InstanceError: exit 2, 3 or 69."""
+    records = list_instances()
+    running = [record for record in records if record.alive]
+    names = ", ".join(record.name for record in running)
+    if name is None:
+        if not running:
+            raise InstanceError("no instance is running; start one with `llmserve launch`", 3)
+        if len(running) > 1:
+            raise InstanceError(f"several instances are running: {names}; choose one with --instance", 2)
+        return running[0]
+    for record in records:
+        if record.name == name and record.alive:
+            return record
+        if record.name == name:
+            raise InstanceError(f'instance "{name}" is dead: its process {record.pid} is gone', 69)
+    raise InstanceError(f'no instance is called "{name}"; running: {names or "none"}', 3)
+
+
+def sweep_stale() -> list[str]:
+    """Removes what dead instances have left behind and returns their names."""
+    swept = []
+    with _locked_root() as root:
+        for directory in sorted(root.iterdir()):
+            if directory.is_dir():
+                with contextlib.suppress(InstanceError):
+                    _sweep(directory)
+                    swept.append(directory.name)
+    return swept
+
+
+def process_start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since the boot; None when it is gone, or dead and not yet waited for."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # After the parenthesised name, which may hold anything: the state is field 3, the start time field 22 (proc(5)).
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _sweep(directory: Path) -> None:
+    """Removes the directory of a dead instance; the root's lock is held. Raises InstanceError when it lives."""
+    _check_private(directory)
+    record = _read(directory)
+    if record is not None and record.alive:
+        raise InstanceError(
+            f'instance "{record.name}" is running (pid {record.pid}, {record.host}:{record.port}); '
+            "choose another --name or stop it with `llmserve stop`",
+            1,
+        )
+    lock = _lock(directory / "lock")
+    if lock is None:
+        raise InstanceError(f"{directory} is in use by another process: its lock is held", 1)
+    shutil.rmtree(directory)
+    os.close(lock)
+
+
+def _read(directory: Path) -> InstanceRecord | None:
+    """The record in a directory, None when there is none that can be read or it is not about this directory."""
+    try:
+        record = msgspec.json.decode((directory / RECORD).read_bytes(), type=InstanceRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return record if record.name == directory.name else None
+
+
+@contextlib.contextmanager
+def _locked_root() -> Iterator[Path]:
+    """The root, in which no other process takes, removes or sweeps a directory meanwhile."""
+    root = runtime_root()
+    lock = _lock(root / ".lock", wait=True)
+    assert lock is not None
+    try:
+        yield root
+    finally:
+        os.close(lock)
+
+
+def _lock(path: Path, wait: bool = False) -> int | None:
+    """A descriptor that holds the exclusive lock of a file, None when another process has it. Children don't get it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _mkdir(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise InstanceError(f"cannot make the directory {path}: {error.strerror}", 77) from None
+
+
+def _check_private(path: Path) -> None:
+    """Raises InstanceError (exit 77) unless `path` is a directory, not a link, that only this user may enter."""
+    info = path.lstat()
+    if stat.S_ISLNK(info.st_mode):
+        problem = "it is a symbolic link"
+    elif not stat.S_ISDIR(info.st_mode):
+        problem = "it is not a directory"
+    elif info.st_uid != os.geteuid():
+        problem = f"it belongs to user {info.st_uid}"
+    elif info.st_mode & 0o077:
+        problem = f"its mode is {stat.S_IMODE(info.st_mode):o}, which lets others in; it must be 700"
+    else:
+        return
+    raise InstanceError(f"refusing to use {path}: {problem}; remove it, or set XDG_RUNTIME_DIR", 77)
