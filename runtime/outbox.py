@@ -89,6 +89,7 @@ def _merge(old: _R, new: _R) -> _R:
         joined["text"] = old.text + new.text
     elif isinstance(old, TokenIDRow) and isinstance(new, TokenIDRow):
         joined["stop"] = old.stop or new.stop
+        joined["min_new_tokens"] = old.min_new_tokens or new.min_new_tokens
     return msgspec.structs.replace(new, **joined)
 
 
