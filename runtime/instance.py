@@ -87,7 +87,7 @@ class Instance:
         self.write(msgspec.structs.replace(self.record, **fields))
 
     def release(self) -> None:
-        """Removes the directory with all that is in it and frees the name. Safe to repeat; nothing in a forked child."""
+        """Removes the directory with all that is in it and frees the name. Safe to repeat; not a fork's to do."""
         if self._lock < 0 or os.getpid() != self._owner:
             return
         with _locked_root() as root:

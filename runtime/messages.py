@@ -4,7 +4,7 @@ Nothing here knows about sockets (wire.py) or about how a message is handled. A 
 an `XReqOutput`. Token ids travel as little-endian int32 bytes and vectors as float32 bytes, never as lists of numbers.
 """
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -219,9 +219,14 @@ class BatchEmbeddingOutput(Message, frozen=True, kw_only=True):
 # ---- control -----------------------------------------------------------------------------------------------------
 
 PauseMode = Literal["drain", "retract", "abort"]
+Answer = TypeVar("Answer")
 
 
-class PingReqInput(Message, frozen=True, kw_only=True):
+class ControlRequest(Message, Generic[Answer], frozen=True, kw_only=True):
+    """Base of what an operator asks of a scheduler; generic in the message that answers it."""
+
+
+class PingReqInput(ControlRequest["PingReqOutput"], frozen=True, kw_only=True):
     pass
 
 
@@ -232,7 +237,7 @@ class PingReqOutput(Message, frozen=True, kw_only=True):
     state: str
 
 
-class AbortReqInput(Message, frozen=True, kw_only=True):
+class AbortReqInput(ControlRequest["AbortReqOutput"], frozen=True, kw_only=True):
     """Ends requests: those named exactly by `rids` and those chosen by the bulk fields. An empty one ends nothing."""
 
     rids: tuple[str, ...] = ()
@@ -249,7 +254,7 @@ class AbortReqOutput(Message, frozen=True, kw_only=True):
     not_found: tuple[str, ...] = ()
 
 
-class FlushCacheReqInput(Message, frozen=True, kw_only=True):
+class FlushCacheReqInput(ControlRequest["FlushCacheReqOutput"], frozen=True, kw_only=True):
     """Empties the prefix cache. While requests run: refused (code "busy"), or waits `wait_s`, or aborts them."""
 
     wait_s: float = 0.0
@@ -262,7 +267,7 @@ class FlushCacheReqOutput(Message, frozen=True, kw_only=True):
     aborted: tuple[str, ...] = ()
 
 
-class UpdateWeightReqInput(Message, frozen=True, kw_only=True):
+class UpdateWeightReqInput(ControlRequest["UpdateWeightReqOutput"], frozen=True, kw_only=True):
     """Swaps the weights for those of another checkpoint of the same model."""
 
     model_path: str
@@ -282,7 +287,7 @@ class UpdateWeightReqOutput(Message, frozen=True, kw_only=True):
     """For a dry run: what differs from the model, a line each; empty when the swap would be accepted."""
 
 
-class PauseGenerationReqInput(Message, frozen=True, kw_only=True):
+class PauseGenerationReqInput(ControlRequest["PauseGenerationReqOutput"], frozen=True, kw_only=True):
     """Stops steps. "drain" lets what runs end first, "retract" frees its memory and keeps it, "abort" ends it."""
 
     mode: PauseMode = "drain"
@@ -293,7 +298,7 @@ class PauseGenerationReqOutput(Message, frozen=True, kw_only=True):
     aborted: int = 0
 
 
-class ContinueGenerationReqInput(Message, frozen=True, kw_only=True):
+class ContinueGenerationReqInput(ControlRequest["ContinueGenerationReqOutput"], frozen=True, kw_only=True):
     pass
 
 
@@ -301,7 +306,7 @@ class ContinueGenerationReqOutput(Message, frozen=True, kw_only=True):
     resumed: int = 0
 
 
-class DrainReqInput(Message, frozen=True, kw_only=True):
+class DrainReqInput(ControlRequest["DrainReqOutput"], frozen=True, kw_only=True):
     """Refuses new requests from now on. Answered at once; `running + waiting` of GetLoad tells how far it is."""
 
 
@@ -310,7 +315,7 @@ class DrainReqOutput(Message, frozen=True, kw_only=True):
     waiting: int
 
 
-class GetLoadReqInput(Message, frozen=True, kw_only=True):
+class GetLoadReqInput(ControlRequest["GetLoadReqOutput"], frozen=True, kw_only=True):
     pass
 
 
@@ -341,7 +346,7 @@ class RequestInfo(Row, frozen=True, kw_only=True):
     text: str = ""
 
 
-class ListRequestsReqInput(Message, frozen=True, kw_only=True):
+class ListRequestsReqInput(ControlRequest["ListRequestsReqOutput"], frozen=True, kw_only=True):
     show_text: bool = False
 
 
@@ -363,7 +368,7 @@ class ProcessInfo(Row, frozen=True, kw_only=True):
     dropped_messages: int = 0
 
 
-class GetStatusReqInput(Message, frozen=True, kw_only=True):
+class GetStatusReqInput(ControlRequest["GetStatusReqOutput"], frozen=True, kw_only=True):
     pass
 
 
@@ -386,7 +391,7 @@ class GetStatusReqOutput(Message, frozen=True, kw_only=True):
     options: dict[str, str | int | float | bool | list[str] | None]
 
 
-class SubscribeMetricsReqInput(Message, frozen=True, kw_only=True):
+class SubscribeMetricsReqInput(ControlRequest["SubscribeMetricsReqOutput"], frozen=True, kw_only=True):
     """Asks for metrics for `lease_s`, pushed to `endpoint`: the bare name of a socket in the instance's directory."""
 
     endpoint: str
