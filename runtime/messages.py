@@ -426,7 +426,7 @@ class RpcError(Message, frozen=True, kw_only=True):
 
 
 class Histogram(Row, frozen=True, kw_only=True):
-    """Cumulative since the start: counts[i] observations at most bounds[i], the last one above all bounds."""
+    """Since the start: counts[i] observations in (bounds[i - 1], bounds[i]], the last count being above all bounds."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
