@@ -4,6 +4,7 @@ It is the `tokenizers` library plus the chat template: importing transformers wo
 """
 
 import codecs
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text has at least its length by this many tokens."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -1,0 +1,173 @@
+"""What the front measures, and all metrics as Prometheus text.
+
+The front counts outcomes and times what clients see; the scheduler's own numbers come as SchedulerMetrics, and only the
+last ones are kept, so that an idle scheduler's zeros show as soon as it has pushed them.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from llmserve.runtime.messages import Histogram, HttpMetrics, ProcessInfo, SchedulerMetrics
+
+CONTENT_TYPE: str = CONTENT_TYPE_LATEST
+
+Outcome = Literal["stop", "length", "abort", "error", "rejected", "unavailable"]
+OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "rejected", "unavailable")
+STEPS = (1, 1.5, 2, 3, 5, 7.5)
+
+
+def buckets(low: int, high: int) -> tuple[float, ...]:
+    """Six bounds a decade in seconds, from 10**low to 10**high: fine enough to read a percentile from."""
+    return (*(float(f"{step}e{decade}") for decade in range(low, high) for step in STEPS), 10.0**high)
+
+
+class Recorder:
+    """Observations since the start, by bucket."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def snapshot(self) -> Histogram:
+        return Histogram(bounds=self._bounds, counts=tuple(self._counts), sum=self._sum)
+
+
+class FrontMetrics:
+    """Outcomes and latencies as the front sees them. Choices are counted, not requests: each one runs for itself.
+
+    `ttft`: from the arrival of a request to the first token of a choice. `itl`: between tokens; those that come
+    together share the time since the ones before them. `e2e`: from the arrival to the end. `queue`: from the arrival to
+    the first step.
+    """
+
+    def __init__(self) -> None:
+        self._outcomes: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
+        self.ttft = Recorder(buckets(-3, 2))
+        self.itl = Recorder(buckets(-4, 1))
+        self.e2e = Recorder(buckets(-2, 3))
+        self.queue = Recorder(buckets(-4, 3))
+
+    def count_outcome(self, outcome: Outcome, times: int = 1) -> None:
+        """`rejected`: the request can never be served; `unavailable`: not now."""
+        self._outcomes[outcome] += times
+
+    def snapshot(self, processes: tuple[ProcessInfo, ...] = ()) -> HttpMetrics:
+        return HttpMetrics(
+            time=time.time(),
+            outcomes=dict(self._outcomes),
+            ttft=self.ttft.snapshot(),
+            itl=self.itl.snapshot(),
+            e2e=self.e2e.snapshot(),
+            queue=self.queue.snapshot(),
+            processes=processes,
+        )
+
+
+class Described(NamedTuple):
+    """How one number of SchedulerMetrics is called in Prometheus."""
+
+    field: str
+    name: str
+    help: str
+
+
+GAUGES = (
+    Described("running", "num_requests_running", "Choices of requests that hold KV pages."),
+    Described(
+        "waiting", "num_requests_waiting", "Choices of requests that wait for their first step, or again for one."
+    ),
+    Described("kv_tokens_total", "kv_tokens_total", "Tokens that the KV pool has room for."),
+    Described("kv_tokens_used", "kv_tokens_used", "Tokens of KV that running requests hold."),
+    Described("kv_tokens_cached", "kv_tokens_cached", "Tokens of KV that only the prefix cache holds."),
+    Described("weight_version", "weight_version", "How often the weights have been swapped."),
+    Described("uptime_s", "uptime_seconds", "Seconds since the scheduler began to serve."),
+    Described("step_s", "step_seconds", "Seconds that the last step took."),
+)
+COUNTERS = (
+    Described("steps_total", "steps", "Steps of the model."),
+    Described("requests_total", "requests", "Choices of requests that the scheduler has accepted."),
+    Described("prompt_tokens_total", "prompt_tokens", "Prompt tokens of those requests, cached ones included."),
+    Described("cached_tokens_total", "cached_tokens", "Prompt tokens that the prefix cache held."),
+    Described(
+        "prefill_tokens_total", "prefill_tokens", "Tokens that were computed before the first token of an output."
+    ),
+    Described("decode_tokens_total", "generation_tokens", "Tokens that were generated."),
+    Described("evicted_tokens_total", "evicted_tokens", "Tokens of KV that the prefix cache gave up for room."),
+    Described("retractions_total", "retractions", "Requests put back into the queue because the KV pool was full."),
+    Described("bad_frames_total", "bad_frames", "Frames on the scheduler's sockets that held no message."),
+)
+HISTOGRAMS = (
+    Described("ttft", "time_to_first_token_seconds", "From the arrival of a request to its first token."),
+    Described("itl", "inter_token_latency_seconds", "Between the tokens of a request."),
+    Described("e2e", "request_latency_seconds", "From the arrival of a request to its end."),
+    Described("queue", "queue_time_seconds", "From the arrival of a request to its first step."),
+)
+PREFIX = "llmserve_"
+
+
+def exposition(front: HttpMetrics, scheduler: SchedulerMetrics | None) -> bytes:
+    """All metrics in Prometheus' text format (CONTENT_TYPE). Without a scheduler's numbers only the front's."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Export(front, scheduler))
+    return generate_latest(registry)
+
+
+class _Export(Collector):
+    """Hands one moment's numbers to prometheus-client."""
+
+    def __init__(self, front: HttpMetrics, scheduler: SchedulerMetrics | None) -> None:
+        self._front = front
+        self._scheduler = scheduler
+
+    def describe(self) -> Iterable[Metric]:
+        """Empty: a registry would otherwise collect once more to learn the names."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        finished = CounterMetricFamily(
+            PREFIX + "requests_finished", "Choices of requests by outcome.", labels=["reason"]
+        )
+        for outcome, count in self._front.outcomes.items():
+            finished.add_metric([outcome], count)
+        yield finished
+        for field, name, help in HISTOGRAMS:
+            yield _histogram(name, help, getattr(self._front, field))
+        processes = self._front.processes
+        if self._scheduler is not None:
+            processes += self._scheduler.processes
+            for field, name, help in GAUGES:
+                yield GaugeMetricFamily(PREFIX + name, help, value=getattr(self._scheduler, field))
+            for field, name, help in COUNTERS:
+                yield CounterMetricFamily(PREFIX + name, help, value=getattr(self._scheduler, field))
+        yield from _process_metrics(processes)
+
+
+def _histogram(name: str, help: str, histogram: Histogram) -> Metric:
+    cumulative, total = [], 0
+    for bound, count in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
+        total += count
+        cumulative.append((bound, total))
+    return HistogramMetricFamily(PREFIX + name, help, buckets=cumulative, sum_value=histogram.sum)
+
+
+def _process_metrics(processes: tuple[ProcessInfo, ...]) -> Iterator[Metric]:
+    labels = ["role", "tp_rank", "pp_rank", "dp_rank"]
+    resident = GaugeMetricFamily(PREFIX + "process_resident_memory_bytes", "Resident memory.", labels=labels)
+    dropped = CounterMetricFamily(PREFIX + "dropped_messages", "Metrics that a slow reader missed.", labels=labels)
+    for process in processes:
+        values = [process.role, str(process.tp_rank), str(process.pp_rank), str(process.dp_rank)]
+        resident.add_metric(values, process.rss_bytes)
+        dropped.add_metric(values, process.dropped_messages)
+    yield resident
+    yield dropped

@@ -1,0 +1,376 @@
+"""TokenizerManager: rid -> request. Validates, tokenizes, sends, collects rows, streams them to who asked, aborts.
+
+It lives in the main process, in one event loop, and knows neither HTTP nor the model. A request is registered from the
+moment it is sent until each of its choices has had its last row, also when nobody listens any more, so that rows of an
+abandoned request are never taken for those of a new one with its rid.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import msgspec
+import psutil
+
+from llmserve.runtime import validation
+from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.in_flight import AnyInFlight, InFlight
+from llmserve.runtime.messages import (
+    UNSEEDED,
+    AbortReqInput,
+    BatchEmbeddingOutput,
+    BatchStrOutput,
+    EmbeddingReqInput,
+    EmbeddingRow,
+    GenerateReqInput,
+    HttpMetrics,
+    MetricsInput,
+    ProcessInfo,
+    SchedulerInput,
+    SchedulerMetrics,
+    StrRow,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+    TokenizerManagerInput,
+)
+from llmserve.runtime.metrics import FrontMetrics
+from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.ports import PortArgs
+from llmserve.runtime.tokenizer import Tokenizer
+from llmserve.runtime.validation import Limits, RequestError
+from llmserve.runtime.wire import Pull, Push
+
+__all__ = ["RequestError", "TokenizerManager"]
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "draining", "dead"]
+Prompts = Sequence[Sequence[int]]
+
+INLINE_TEXT_LENGTH = 4096
+"""Shorter texts are tokenized in the event loop, in under a millisecond; longer ones in a thread."""
+TOKENIZER_THREADS = 2
+SHOWN_TEXT_LENGTH = 200
+FLUSH_INTERVAL_S = 0.01
+TOKEN_BYTES = 4
+
+
+Tokenized = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
+
+
+class TokenizerManager:
+    """The front of the stack. `start` binds its sockets; requests may come once `state` is "ready"."""
+
+    def __init__(self, args: ServerArgs, ports: PortArgs, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.metrics = FrontMetrics()
+        self.state: State = "starting"
+        self.scheduler_metrics: SchedulerMetrics | None = None
+        self.limits = Limits(
+            vocab_size=checkpoint.config.vocab_size,
+            max_model_len=args.max_model_len or checkpoint.config.max_position_embeddings,
+        )
+        self._args = args
+        self._ports = ports
+        self._in_flight: dict[str, AnyInFlight] = {}
+        self._tokenizing: set[str] = set()
+        self._seeds = random.Random(args.seed)
+        self._failure = ""
+        self._heard = self._moved = time.monotonic()
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._tasks: list[asyncio.Task[None]] = []
+        self._flushing: asyncio.TimerHandle | None = None
+        self._pull: Pull | None = None
+        self._metrics_pull: Pull | None = None
+        self._push: Push | None = None
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Binds the sockets of the text and metrics channels and begins to receive."""
+        self._pull = Pull(self._ports.tokenizer_ipc_name, TokenizerManagerInput)
+        self._metrics_pull = Pull(self._ports.metrics_ipc_name, MetricsInput)
+        self._push = Push(self._ports.scheduler_input_ipc_name)
+        self._tasks = [
+            asyncio.create_task(self._receive(self._pull)),
+            asyncio.create_task(self._listen_to_metrics(self._metrics_pull)),
+        ]
+
+    def ready(self, max_model_len: int) -> None:
+        """The scheduler serves. Prompt and output share `max_model_len` tokens, perhaps fewer than the model could."""
+        self.limits = self.limits._replace(max_model_len=max_model_len)
+        self._heard = self._moved = time.monotonic()
+        self.state = "ready"
+
+    def drain(self) -> None:
+        """Refuses new requests from now on; those in flight go on."""
+        if self.state != "dead":
+            self.state = "draining"
+
+    def fail(self, reason: str) -> None:
+        """The stack cannot go on: ends every request with 503 and refuses new ones. Safe to repeat."""
+        if self.state == "dead":
+            return
+        self.state = "dead"
+        self._failure = reason
+        log.info("ending all requests reason=%r in_flight=%d", reason, len(self._in_flight))
+        for request in self._in_flight.values():
+            request.fail(RequestError(503, f"the request was lost: {reason}", code="server_failed"))
+            self.metrics.count_outcome("error", len(request.open))
+        self._in_flight.clear()
+
+    async def close(self) -> None:
+        """Ends what is in flight and closes the sockets."""
+        self.fail("the server has stopped")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._flushing is not None:
+            self._flushing.cancel()
+        for socket in (self._pull, self._metrics_pull, self._push):
+            if socket is not None:
+                socket.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that somebody waits for, and those that the scheduler has not ended yet."""
+        return len(self._in_flight) + len(self._tokenizing)
+
+    def healthy(self) -> tuple[bool, str]:
+        """Whether the instance serves, and if not, why."""
+        if self.state != "ready":
+            return False, self._failure or self.state
+        now, limit = time.monotonic(), self._args.watchdog_timeout
+        if limit and now - self._heard > limit:
+            return False, f"the scheduler has not been heard of for {now - self._heard:.0f} s"
+        if limit and now - self._moved > limit:
+            return False, f"the scheduler has made no step for {now - self._moved:.0f} s"
+        return True, "ready"
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    async def generate(self, req: GenerateReqInput) -> AsyncGenerator[StrRow, None]:
+        """The rows of all choices as they come; each choice's last one has `finish`.
+
+        Raises RequestError: before the first row where the request is refused, after it where the stack fails. Closing
+        or cancelling it before its end aborts the request.
+        """
+        arrival = time.perf_counter()
+        message = await self._admit(req)
+        request = InFlight[StrRow](req.n * len(message.prompts), arrival)
+        self._send(message, request)
+        unseen = request.choices
+        try:
+            while unseen:
+                for row in await request.take():
+                    unseen -= row.finish is not None
+                    yield row
+        finally:
+            self._leave(req.rid, request)
+
+    async def embed(self, req: EmbeddingReqInput) -> list[EmbeddingRow]:
+        """One row a prompt, in their order. Raises RequestError when the request is refused, or one prompt fails."""
+        arrival = time.perf_counter()
+        message = await self._admit(req)
+        request = InFlight[EmbeddingRow](len(message.prompts), arrival)
+        self._send(message, request)
+        rows: list[EmbeddingRow] = []
+        try:
+            while len(rows) < request.choices:
+                rows += await request.take()
+        finally:
+            self._leave(req.rid, request)
+        for row in rows:
+            if row.finish is not None and row.finish.type in ("abort", "error"):
+                status = row.finish.status if row.finish.status >= 400 else 503
+                raise RequestError(status, row.finish.message or "the request was aborted")
+        return sorted(rows, key=lambda row: row.index)
+
+    def abort(self, rid: str, message: str = "aborted") -> bool:
+        """Has the scheduler end a request, whose consumer then gets rows that say "abort". False: no such rid."""
+        if rid not in self._in_flight:
+            return False
+        self._push_out(AbortReqInput(rids=(rid,), message=message))
+        return True
+
+    def http_metrics(self) -> HttpMetrics:
+        """The front's numbers of this moment."""
+        process = psutil.Process()
+        main = ProcessInfo(role="main", pid=process.pid, rss_bytes=process.memory_info().rss)
+        return self.metrics.snapshot((main,))
+
+    async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> tuple[tuple[int, ...], ...]:
+        """The token ids of texts. Raises RequestError 400 for one that could never fit the model."""
+        return tuple(tuple(ids) for ids in await self._encode(texts, add_special_tokens, "prompt"))
+
+    # ---- before the scheduler --------------------------------------------------------------------------------------
+
+    async def _admit(self, req: GenerateReqInput | EmbeddingReqInput) -> Tokenized:
+        """Validates and tokenizes. Raises RequestError."""
+        try:
+            self._check_state()
+            if req.rid in self._in_flight or req.rid in self._tokenizing:
+                raise RequestError(
+                    400, f"a request with the rid {req.rid!r} is in flight already", "rid", code="duplicate_rid"
+                )
+            if isinstance(req, GenerateReqInput):
+                validation.check_before_tokenizing(req, self.limits)
+            else:
+                validation.check_embedding_before_tokenizing(req)
+            self._tokenizing.add(req.rid)
+            try:
+                prompts = await self._prompts(req)
+            finally:
+                self._tokenizing.discard(req.rid)
+            self._check_state()
+            return self._tokenized(req, prompts)
+        except RequestError as error:
+            self.metrics.count_outcome("rejected" if error.status < 500 else "unavailable")
+            log.info("refused rid=%r status=%d param=%s", req.rid, error.status, error.param)
+            raise
+
+    def _check_state(self) -> None:
+        if self.state == "draining":
+            raise RequestError(
+                503, "the server is draining: it finishes what it has and takes no new requests", code="draining"
+            )
+        if self.state != "ready":
+            raise RequestError(503, f"the server does not serve: {self._failure or self.state}", code="unavailable")
+        if self._push is not None and self._push.congested:
+            raise RequestError(
+                503, "the scheduler does not keep up with the requests: try again later", code="overloaded"
+            )
+
+    async def _prompts(self, req: GenerateReqInput | EmbeddingReqInput) -> Prompts:
+        param = validation.prompt_param(req)
+        special = req.add_special_tokens if isinstance(req, GenerateReqInput) else True
+        prompts: Prompts = await self._encode(req.texts, special, param) if req.texts else req.input_ids
+        room = 1 if isinstance(req, GenerateReqInput) and req.sampling_params.max_new_tokens != 0 else 0
+        validation.check_prompts(prompts, self.limits, param, room)
+        return prompts
+
+    async def _encode(self, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[list[int]]:
+        for text in texts:
+            if len(text) > self.limits.max_model_len:
+                validation.check_text_length(text, self.limits, self.tokenizer.longest_token, param)
+        if sum(map(len, texts)) <= INLINE_TEXT_LENGTH:
+            return self.tokenizer.encode_batch(texts, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.tokenizer.encode_batch, texts, add_special_tokens)
+
+    def _tokenized(self, req: GenerateReqInput | EmbeddingReqInput, prompts: Prompts) -> Tokenized:
+        packed = tuple(array("i", ids).tobytes() for ids in prompts)
+        text = req.texts[0][:SHOWN_TEXT_LENGTH] if req.texts else ""
+        if isinstance(req, EmbeddingReqInput):
+            return TokenizedEmbeddingReqInput(
+                rid=req.rid, prompts=packed, pooling=req.pooling, normalize=req.normalize, user=req.user, text=text
+            )
+        params = req.sampling_params
+        params = msgspec.structs.replace(
+            params,
+            max_new_tokens=validation.resolve_max_new_tokens(params, max(map(len, prompts)), self.limits),
+            seed=self._seeds.getrandbits(62) if params.seed == UNSEEDED else params.seed,
+        )
+        return TokenizedGenerateReqInput(
+            rid=req.rid,
+            prompts=packed,
+            sampling_params=params,
+            n=req.n,
+            logprobs=req.logprobs,
+            stream=req.stream,
+            skip_special_tokens=req.skip_special_tokens,
+            user=req.user,
+            text=text,
+        )
+
+    # ---- to and from the scheduler ---------------------------------------------------------------------------------
+
+    def _send(self, message: Tokenized, request: AnyInFlight) -> None:
+        """Registers the request and sends it. There is no await between here and the consumer's `finally`."""
+        self._in_flight[message.rid] = request
+        self._push_out(message)
+
+    def _push_out(self, message: SchedulerInput) -> None:
+        assert self._push is not None, "start() comes first"
+        self._push.send(message)
+        if self._push.backlog and self._flushing is None:
+            self._flush_later()
+
+    def _flush_later(self) -> None:
+        self._flushing = asyncio.get_running_loop().call_later(FLUSH_INTERVAL_S, self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = None
+        if self._push is not None and not self._push.flush():
+            self._flush_later()
+
+    def _leave(self, rid: str, request: AnyInFlight) -> None:
+        """The consumer is done. What has not ended is aborted, and stays registered until the scheduler says it has."""
+        if request.open and self._in_flight.get(rid) is request:
+            request.abandoned = True
+            request.rows.clear()
+            self._push_out(AbortReqInput(rids=(rid,), message="the client has left"))
+            log.info("abandoned rid=%r open_choices=%d", rid, len(request.open))
+
+    async def _receive(self, pull: Pull) -> None:
+        while True:
+            message = await pull.arecv()
+            if isinstance(message, BatchStrOutput | BatchEmbeddingOutput):
+                self._deliver(message)
+
+    def _deliver(self, batch: BatchStrOutput | BatchEmbeddingOutput) -> None:
+        now = time.perf_counter()
+        for row in batch.rows:
+            request = self._in_flight.get(row.rid)
+            if request is None or row.index not in request.open:
+                continue
+            try:
+                self._take(row, request, now)
+            except Exception:
+                log.exception("row lost rid=%r index=%d", row.rid, row.index)
+                request.fail(RequestError(500, "internal error; the server's log has the details"))
+
+    def _take(self, row: StrRow | EmbeddingRow, request: AnyInFlight, now: float) -> None:
+        self._measure(row, request, now)
+        if row.finish is not None or isinstance(row, EmbeddingRow):
+            request.open.discard(row.index)
+            if not request.open:
+                del self._in_flight[row.rid]
+        if not request.abandoned:
+            request.add(row)  # type: ignore[arg-type]  # the scheduler answers a request in its own kind
+
+    def _measure(self, row: StrRow | EmbeddingRow, request: AnyInFlight, now: float) -> None:
+        metrics = self.metrics
+        outcome = row.finish and row.finish.type
+        if isinstance(row, EmbeddingRow):
+            outcome = outcome or "stop"
+            metrics.queue.observe(row.queue_s)
+        elif tokens := len(row.output_ids) // TOKEN_BYTES:
+            before = request.token_times.get(row.index)
+            if before is None:
+                metrics.ttft.observe(now - request.arrival)
+                metrics.queue.observe(row.queue_s)
+            else:
+                metrics.itl.observe((now - before) / tokens, tokens)
+            request.token_times[row.index] = now
+        if outcome is not None:
+            metrics.count_outcome(outcome)
+        if outcome in ("stop", "length"):
+            metrics.e2e.observe(now - request.arrival)
+
+    async def _listen_to_metrics(self, pull: Pull) -> None:
+        while True:
+            message = await pull.arecv()
+            if not isinstance(message, SchedulerMetrics):
+                continue
+            before, self.scheduler_metrics = self.scheduler_metrics, message
+            self._heard = time.monotonic()
+            idle = message.running + message.waiting == 0 or message.state == "paused"
+            if idle or before is None or message.steps_total != before.steps_total:
+                self._moved = self._heard
