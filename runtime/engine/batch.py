@@ -77,8 +77,12 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[RowResult, ...]
 
 
+class WorkerDied(Exception):
+    """The worker, or a rank of it, is gone: no step will succeed any more."""
+
+
 class StepHandle(Protocol):
-    """A submitted step. `result` waits for it; it raises what the forward pass raised."""
+    """A submitted step. `result` waits for it; it raises what the forward pass raised, or WorkerDied."""
 
     def result(self) -> StepResult: ...
 

@@ -1,0 +1,290 @@
+"""The scheduler's loop: messages in, a step planned and submitted, its result applied, rows out.
+
+It decides when things happen. Who runs is policy.py's, what a result means is results.py's, what an operator may ask is
+control.py's; the sockets are given to it (process.py).
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from llmserve.runtime.cache.kv_cache import KVCache
+from llmserve.runtime.cache.pages import IntegrityError
+from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.engine.batch import StepPlan, Worker
+from llmserve.runtime.messages import (
+    AbortReqInput,
+    BatchEmbeddingOutput,
+    BatchTokenIDOutput,
+    ControlReqInput,
+    FinishReason,
+    Message,
+    PauseMode,
+    SchedulerMetrics,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
+from llmserve.runtime.scheduler.intake import Intake, MakeStopDecoder, TokenizedReqInput
+from llmserve.runtime.scheduler.policy import Policy
+from llmserve.runtime.scheduler.request import Request, RequestTable, Step
+from llmserve.runtime.scheduler.results import Results, failure
+from llmserve.runtime.scheduler.snapshot import Snapshots
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 256
+METRICS_INTERVAL_S = 0.5
+HEARTBEAT_S = 1.0
+BACKLOG_WAIT_S = 0.01
+
+
+class Inbox(Protocol):
+    def recv(self) -> Message | None: ...
+
+
+class Outbox(Protocol):
+    """A wire.Push: never blocks, keeps the order, loses nothing that is sent."""
+
+    @property
+    def congested(self) -> bool: ...
+
+    @property
+    def backlog(self) -> int: ...
+
+    def send(self, message: Message) -> None: ...
+
+    def flush(self) -> bool: ...
+
+
+class Control(Protocol):
+    """The operators' verbs (control.py)."""
+
+    def handle(self, message: ControlReqInput) -> None:
+        """A control message that came through the pipeline."""
+
+    def poll(self) -> None:
+        """Called once a turn, between steps: reads new calls and answers those that can be answered now."""
+
+
+class Scheduler:
+    """One replica's scheduler. At most `depth` steps are in flight: one a pipeline stage.
+
+    Nothing here assumes that a scheduled token is known before results.apply has said so.
+    """
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        worker: Worker,
+        make_decoder: MakeStopDecoder,
+        inbox: Inbox,
+        tokens: Outbox,
+        embeddings: Outbox,
+        offer_metrics: Callable[[SchedulerMetrics], object],
+        *,
+        dp_rank: int = 0,
+        depth: int = 1,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        info = worker.info
+        self.now = now
+        self.args = args
+        self.worker = worker
+        self.kv = KVCache(info.num_pages, info.page_size, args.prefix_cache)
+        self.table = RequestTable()
+        self.results = Results(worker, self.kv, self.table, args.stream_interval)
+        self.intake = Intake(args, info, self.table, make_decoder)
+        self.policy = Policy(args, self.kv, self.table, self.results.retract)
+        self.snapshots = Snapshots(self, dp_rank)
+        self.control: Control | None = None
+        self.pause_mode: PauseMode | None = None
+        self.weight_version = 1
+        self._inbox = inbox
+        self._tokens = tokens
+        self._embeddings = embeddings
+        self._offer_metrics = offer_metrics
+        self._depth = depth
+        self._in_flight: deque[Step] = deque()
+        self._metrics_due = 0.0
+        self._rested = True
+
+    # ---- turns ---------------------------------------------------------------------------------------------------
+
+    def run(self, wait: Callable[[float], None]) -> None:
+        """Serves for ever. `wait(timeout_s)` returns when the inbox or an operator's socket may have something.
+
+        Raises WorkerDied.
+        """
+        while True:
+            if not self.turn():
+                wait(BACKLOG_WAIT_S if self._tokens.backlog or self._embeddings.backlog else HEARTBEAT_S)
+
+    def turn(self) -> bool:
+        """One turn; at most one step is begun in it. Whether anything happened: if not, the caller may wait."""
+        received = self._receive()
+        if self.control is not None:
+            self.control.poll()
+        self._end_what_must()
+        submitted = self._submit()
+        applied = self._apply(wait=not submitted or len(self._in_flight) >= self._depth)
+        self._send()
+        self._report()
+        return received or submitted or applied
+
+    def _receive(self) -> bool:
+        for count in range(MESSAGES_PER_TURN):
+            message = self._inbox.recv()
+            if message is None:
+                return count > 0
+            if isinstance(message, TokenizedGenerateReqInput | TokenizedEmbeddingReqInput):
+                self._accept(message)
+            elif isinstance(message, AbortReqInput):
+                self.abort(message)
+            elif self.control is not None and isinstance(message, ControlReqInput):
+                self.control.handle(message)
+        return True
+
+    def _accept(self, message: TokenizedReqInput) -> None:
+        if message.rid in self.table.groups:
+            # Rows with an error would end the first one. The front lets no two requests of one rid through.
+            log.error("request dropped, its rid is in use rid=%s", message.rid)
+            return
+        try:
+            reason = self.intake.accept(message, self.now())
+        except Exception as error:
+            log.exception("request failed on arrival rid=%s", message.rid)
+            reason = failure(500, f"internal error ({type(error).__name__})")
+        if reason is None:
+            self.results.counters.requests += 1
+        else:
+            log.info("request refused rid=%s status=%d reason=%s", message.rid, reason.status, reason.message)
+            self.results.refuse(message, reason)
+
+    def _end_what_must(self) -> None:
+        """Reaps what was aborted and what has waited too long, and carries out a pause that takes the memory away."""
+        came_before = self.now() - self.args.queue_timeout
+        for request in self.table.waiting:
+            if request.arrival > came_before:
+                break
+            if request.first_run is None:
+                request.abort_reason = failure(503, f"waited in the queue for {self.args.queue_timeout:g} s")
+        self.results.reap()
+        if self.pause_mode == "retract" and not self._in_flight:
+            for request in tuple(self.table.running):
+                self.results.retract(request)
+
+    def _submit(self) -> bool:
+        """Plans the next step and hands it to the worker. False when there is nothing to run now."""
+        if self.pause_mode in ("retract", "abort") or len(self._in_flight) >= self._depth or not len(self.table):
+            return False
+        began = self.now()
+        self.results.congested = self._tokens.congested
+        admit = self.pause_mode is None and not self._tokens.congested and not self._embeddings.congested
+        shares = self.policy.schedule(began, admit)
+        if not shares:
+            return False
+        plan = StepPlan(rows=tuple(request.row(start, length) for request, start, length in shares))
+        for request, _, length in shares:
+            request.scheduled += length
+            request.in_flight += 1
+        self._in_flight.append(Step(shares, self.worker.submit(plan), began))
+        self._rested = False
+        return True
+
+    def _apply(self, wait: bool) -> bool:
+        """Applies the oldest step, if it is done or if `wait`."""
+        if not self._in_flight or not (wait or self._in_flight[0].handle.done()):
+            return False
+        self.results.apply(self._in_flight.popleft(), self.now)
+        return True
+
+    def _send(self) -> None:
+        results = self.results
+        if results.token_rows:
+            self._tokens.send(BatchTokenIDOutput(rows=tuple(results.token_rows)))
+            results.token_rows.clear()
+        elif self._tokens.backlog:
+            self._tokens.flush()
+        if results.embedding_rows:
+            self._embeddings.send(BatchEmbeddingOutput(rows=tuple(results.embedding_rows)))
+            results.embedding_rows.clear()
+        elif self._embeddings.backlog:
+            self._embeddings.flush()
+
+    def _report(self) -> None:
+        """Offers metrics: now and then, and at once when the work has ended."""
+        now = self.now()
+        rests = not len(self.table) and not self._rested
+        if rests:
+            self._rested = True
+            self._check_integrity()
+        if rests or now >= self._metrics_due:
+            self._metrics_due = now + METRICS_INTERVAL_S
+            self._offer_metrics(self.snapshots.metrics())
+
+    def _check_integrity(self) -> None:
+        """With no request left every page must be free or the tree's. If not, the cache begins anew: nobody uses it."""
+        try:
+            self.kv.check_integrity([])
+        except IntegrityError:
+            log.exception("the cache was not in order and has been emptied")
+            self.kv.reset()
+
+    # ---- what operators may ask, between steps -----------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        if self.intake.draining:
+            return "draining"
+        return "ready" if self.pause_mode is None else "paused"
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no request holds memory and no step is in flight."""
+        return not self.table.running and not self._in_flight
+
+    def abort(self, message: AbortReqInput) -> tuple[list[str], list[str]]:
+        """Marks requests for abortion: (the rids that will end, the named ones that are not here).
+
+        They are gone, and their memory is back, when their rids are no longer in `table.groups`.
+        """
+        groups, now = self.table.groups, self.now()
+        chosen = [rid for rid in dict.fromkeys(message.rids) if rid in groups]
+        not_found = [rid for rid in dict.fromkeys(message.rids) if rid not in groups]
+        for rid, group in groups.items():
+            old = message.older_than_s is not None and now - group.arrival > message.older_than_s
+            if message.everything or old or (message.prefix and rid.startswith(message.prefix)):
+                chosen.append(rid)
+        aborted = list(dict.fromkeys(chosen))
+        for rid in aborted:
+            self._mark(groups[rid].requests, message.message)
+        return aborted, not_found
+
+    def pause(self, mode: PauseMode) -> int:
+        """Stops steps; in effect when `quiet`. Returns how many choices are retracted or aborted by it."""
+        self.pause_mode = mode
+        if mode == "abort":
+            begun = [request for request in self.table if request.first_run is not None]
+            self._mark(begun, "aborted: generation was paused")
+            return len(begun)
+        return len(self.table.running) if mode == "retract" else 0
+
+    def resume(self) -> int:
+        """Ends a pause. Returns how many choices go on or may start now."""
+        self.pause_mode = None
+        return len(self.table)
+
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+        self.intake.draining = True
+
+    def flush(self) -> int:
+        """Empties the prefix cache, except what running requests use. Returns the number of pages freed."""
+        return self.kv.flush()
+
+    def _mark(self, requests: list[Request], message: str) -> None:
+        for request in requests:
+            if request.abort_reason is None:
+                request.abort_reason = FinishReason(type="abort", message=message)

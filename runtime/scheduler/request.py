@@ -1,0 +1,295 @@
+"""What the scheduler knows of a request: its choices, their tokens, and which of them wait or run.
+
+No decisions here: who runs next is policy.py's, what a step's result means and when a request ends is results.py's.
+"""
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from llmserve.runtime.cache.kv_cache import Lease
+from llmserve.runtime.cache.radix import ELEMENT_BYTES
+from llmserve.runtime.engine.batch import PlanRow, SampledLogprobs, SampleSpec, StepHandle
+from llmserve.runtime.messages import (
+    FinishReason,
+    LogprobOptions,
+    SamplingParams,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
+
+NO_SAMPLING = SamplingParams(max_new_tokens=0)
+
+
+class StopDecoder(Protocol):
+    """Finds stop strings in the text of the tokens that it is given (tokenizer.IncrementalDecoder)."""
+
+    stopped: str | None
+
+    def add(self, ids: Sequence[int]) -> str: ...
+
+
+class Request:
+    """One choice of a request, (rid, index): a sequence that is known up to one point and computed up to another.
+
+    0 <= computed <= scheduled <= known. A token is known once it is part of the sequence; scheduled once a submitted
+    step computes it; computed once the result of that step has been applied, so that its KV is in its page.
+    Retraction sets computed and scheduled back, and nothing else: the request catches up again.
+    """
+
+    __slots__ = (
+        "abort_reason",
+        "arrival",
+        "cached",
+        "computed",
+        "decoder",
+        "first_run",
+        "first_token",
+        "group",
+        "in_flight",
+        "index",
+        "lease",
+        "limit",
+        "logprobs",
+        "namespace",
+        "new_logprobs",
+        "normalize",
+        "params",
+        "pooled",
+        "pooling",
+        "prompt_len",
+        "prompt_logprobs",
+        "retractions",
+        "rid",
+        "rows_sent",
+        "scheduled",
+        "seed",
+        "sent",
+        "seq",
+        "skip_special_tokens",
+        "stop_ids",
+        "stream",
+        "tokens",
+        "want_prompt_logprobs",
+    )
+
+    def __init__(self, group: "Group", index: int, seq: int, prompt: bytes) -> None:
+        # What was asked for. The defaults are an embedding's where it has no such thing.
+        self.group = group
+        self.rid = group.rid
+        self.index = index
+        self.seq = seq
+        """Numbers all choices in order of arrival."""
+        self.arrival = group.arrival
+        self.namespace = ""
+        self.tokens = bytearray(prompt)
+        """All known tokens, the prompt's first."""
+        self.prompt_len = len(prompt) // ELEMENT_BYTES
+        self.limit = self.prompt_len
+        """The sequence ends when so many tokens are known."""
+        self.params = NO_SAMPLING
+        self.seed = 0
+        self.stop_ids: frozenset[int] = frozenset()
+        self.decoder: StopDecoder | None = None
+        """Where there are stop strings."""
+        self.logprobs: LogprobOptions | None = None
+        self.want_prompt_logprobs = False
+        """Whether prompt logprobs are still to be computed."""
+        self.stream = False
+        self.skip_special_tokens = True
+        self.pooling = ""
+        self.normalize = False
+
+        # Where it is.
+        self.scheduled = 0
+        self.computed = 0
+        self.in_flight = 0
+        """Submitted steps whose results are not applied."""
+        self.lease: Lease | None = None
+        """Its pages, while it runs."""
+        self.abort_reason: FinishReason | None = None
+        """Set: it is to end as soon as nothing of it is in flight."""
+        self.cached = 0
+        """Prompt tokens that its first start took from the prefix cache."""
+        self.retractions = 0
+        self.first_run: float | None = None
+        self.first_token: float | None = None
+
+        # What has been gathered for the client and not been sent.
+        self.sent = self.prompt_len
+        """Of the known tokens, these are the prompt's or have been sent."""
+        self.rows_sent = 0
+        self.new_logprobs: list[SampledLogprobs] = []
+        self.prompt_logprobs: list[SampledLogprobs] = []
+        self.pooled: list[bytes] = []
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens) // ELEMENT_BYTES
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known but not scheduled: what a step can do for it."""
+        return len(self.tokens) // ELEMENT_BYTES - self.scheduled
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) // ELEMENT_BYTES - self.prompt_len
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether part of the prompt has no KV yet."""
+        return self.computed < self.prompt_len
+
+    @property
+    def draws(self) -> bool:
+        """Whether it generates tokens: an embedding does not, nor does a request for no tokens."""
+        return self.params.max_new_tokens > 0
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds from the arrival to the first step that ran it; 0 if none did."""
+        return 0.0 if self.first_run is None else self.first_run - self.arrival
+
+    @property
+    def reusable(self) -> int:
+        """So many first tokens may be taken from the prefix cache: not the last one, as a step must compute something,
+        and none where something is wanted of every token.
+        """
+        if self.want_prompt_logprobs or self.pooling == "mean":
+            return 0
+        return self.known - 1
+
+    def row(self, start: int, length: int) -> PlanRow:
+        """The plan of its tokens [start, start + length). Its lease covers them."""
+        assert self.lease is not None
+        end = start + length
+        last = end == self.known
+        prompt_logprobs = next_token = None
+        if self.want_prompt_logprobs and self.logprobs is not None and start < self.prompt_len - 1:
+            prompt_logprobs = self.logprobs.top
+            if end < self.prompt_len:
+                next_token = self.token(end)
+        return PlanRow(
+            token_ids=bytes(self.tokens[start * ELEMENT_BYTES : end * ELEMENT_BYTES]),
+            start=start,
+            pages=bytes(self.lease.table),
+            sample=self._sample_spec() if last and self.draws else None,
+            prompt_logprobs=prompt_logprobs,
+            next_token=next_token,
+            pool=self.pooling if last or self.pooling == "mean" else "",
+        )
+
+    def token(self, position: int) -> int:
+        at = position * ELEMENT_BYTES
+        return int.from_bytes(self.tokens[at : at + ELEMENT_BYTES], "little", signed=True)
+
+    def append(self, token: int) -> None:
+        self.tokens += token.to_bytes(ELEMENT_BYTES, "little", signed=True)
+
+    def forget_computed(self) -> None:
+        """After its pages are gone: everything is to be computed again, and what was gathered on the way with it."""
+        self.lease = None
+        self.computed = self.scheduled = 0
+        self.pooled.clear()
+        if self.want_prompt_logprobs:
+            self.prompt_logprobs.clear()
+
+    def _sample_spec(self) -> SampleSpec:
+        params = self.params
+        penalized = params.penalized
+        return SampleSpec(
+            params=params,
+            seed=self.seed,
+            position=self.known,
+            top_logprobs=None if self.logprobs is None else self.logprobs.top,
+            forbidden=tuple(self.stop_ids) if self.output_len < params.min_new_tokens else (),
+            history=bytes(self.tokens) if penalized else b"",
+            prompt_len=self.prompt_len if penalized else 0,
+        )
+
+
+class Group:
+    """A request as the client sent it, and those of its choices that have not ended."""
+
+    __slots__ = ("arrival", "message", "requests", "rid")
+
+    def __init__(self, message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput, arrival: float) -> None:
+        self.rid = message.rid
+        self.message = message
+        self.arrival = arrival
+        self.requests: list[Request] = []
+
+
+class Share(NamedTuple):
+    """What a step does for one request: its tokens [start, start + length) are computed."""
+
+    request: Request
+    start: int
+    length: int
+
+
+class Step(NamedTuple):
+    """A submitted step, whose result is not applied yet."""
+
+    shares: list[Share]
+    handle: StepHandle
+    began: float
+
+
+class RequestTable:
+    """All requests that have not ended. A running one has a lease, a waiting one has none.
+
+    Both lists are in order of arrival, so the oldest comes first and a retracted request gets its old place back.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Group] = {}
+        self.prompt_tokens = 0
+        """Of all choices that have started, and of these tokens those that came from the prefix cache."""
+        self.cached_tokens = 0
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._next_seq = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.running
+        yield from self.waiting
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def next_seq(self) -> int:
+        self._next_seq += 1
+        return self._next_seq
+
+    def add(self, group: Group) -> None:
+        self.groups[group.rid] = group
+        self.waiting += group.requests
+
+    def start(self, request: Request, lease: Lease, cached: int, now: float) -> None:
+        """Moves a waiting request to those that run, with the first `cached` tokens computed already."""
+        self.waiting.remove(request)
+        insort(self.running, request, key=_age)
+        request.lease = lease
+        request.computed = request.scheduled = cached
+        if request.first_run is None:
+            request.first_run = now
+            request.cached = cached
+            self.prompt_tokens += request.prompt_len
+            self.cached_tokens += cached
+
+    def put_back(self, request: Request) -> None:
+        """Moves a running request, whose pages are gone, back to its place in the queue."""
+        self.running.remove(request)
+        insort(self.waiting, request, key=_age)
+
+    def remove(self, request: Request) -> None:
+        (self.running if request.lease is not None else self.waiting).remove(request)
+        request.group.requests.remove(request)
+        if not request.group.requests:
+            del self.groups[request.rid]
+
+
+def _age(request: Request) -> int:
+    return request.seq

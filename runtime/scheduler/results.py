@@ -1,0 +1,277 @@
+"""What the result of a step means: tokens become known and computed, requests end, memory comes back.
+
+The one place where requests end and where pages are released. It submits nothing and decides nothing about what runs.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmserve.runtime.cache.kv_cache import KVCache
+from llmserve.runtime.cache.radix import ELEMENT_BYTES
+from llmserve.runtime.engine.batch import (
+    RowResult,
+    SampledLogprobs,
+    StepPlan,
+    Worker,
+    WorkerDied,
+)
+from llmserve.runtime.messages import (
+    EmbeddingRow,
+    FinishReason,
+    Logprobs,
+    TokenIDRow,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
+from llmserve.runtime.scheduler.request import Request, RequestTable, Share, Step
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Counters:
+    """What has happened since the start."""
+
+    steps: int = 0
+    requests: int = 0
+    retractions: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    step_s: float = 0.0
+    """The duration of the last step."""
+
+
+class Results:
+    """Rows for the clients gather in `token_rows` and `embedding_rows`; the loop sends them."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        kv: KVCache,
+        table: RequestTable,
+        stream_interval: int,
+    ) -> None:
+        self.counters = Counters()
+        self.token_rows: list[TokenIDRow] = []
+        self.embedding_rows: list[EmbeddingRow] = []
+        self.congested = False
+        """Set by the loop: rows that end nothing are held back, so that those of one request become one."""
+        self._worker = worker
+        self._kv = kv
+        self._table = table
+        self._stream_interval = stream_interval
+
+    # ---- a step's result -----------------------------------------------------------------------------------------
+
+    def apply(self, step: Step, now: Callable[[], float]) -> None:
+        """Waits for a submitted step and applies its result. Raises WorkerDied; all else ends requests at most."""
+        try:
+            results = step.handle.result().rows
+            if len(results) != len(step.shares):
+                raise RuntimeError(f"{len(results)} results for a step of {len(step.shares)} rows")
+        except WorkerDied:
+            raise
+        except Exception as error:
+            log.exception("step failed rows=%d", len(step.shares))
+            results = self._one_at_a_time(step.shares, error)
+        time = now()
+        self.counters.steps += 1
+        self.counters.step_s = time - step.began
+        for share, result in zip(step.shares, results, strict=True):
+            share.request.in_flight -= 1
+            try:
+                self._apply_row(share, result, time)
+            except Exception as error:
+                log.exception("request failed rid=%s index=%d", share.request.rid, share.request.index)
+                self.finish(share.request, failure(500, f"internal error ({type(error).__name__})"))
+
+    def _one_at_a_time(self, shares: list[Share], error: Exception) -> tuple[RowResult, ...]:
+        """The results of a failed step, each row run alone: one that fails again, or that was alone, is an error."""
+        results = []
+        for share in shares:
+            try:
+                if len(shares) == 1:
+                    raise error
+                row = share.request.row(share.start, share.length)
+                results.append(self._worker.submit(StepPlan(rows=(row,))).result().rows[0])
+            except WorkerDied:
+                raise
+            except Exception as cause:
+                results.append(RowResult(error=f"the forward pass failed ({type(cause).__name__})"))
+        return tuple(results)
+
+    def _apply_row(self, share: Share, result: RowResult, time: float) -> None:
+        request, end = share.request, share.start + share.length
+        if result.error:
+            # Its KV may be anything, so `computed` stays, and nothing of this step enters the prefix cache.
+            self.finish(request, failure(500, result.error))
+            return
+        assert request.lease is not None
+        request.computed = end
+        if result.prompt_logprobs is not None:
+            request.prompt_logprobs.append(result.prompt_logprobs)
+        if result.hidden:
+            request.pooled.append(result.hidden)
+        if share.length > 1 or end <= request.prompt_len:
+            self.counters.prefill_tokens += share.length
+            self._kv.commit(request.lease, request.tokens, end)
+        if end >= request.prompt_len:
+            request.want_prompt_logprobs = False
+        if request.abort_reason is not None or end < request.known:
+            return
+        if not request.draws:
+            self.finish(request, FinishReason(type="stop" if request.pooling else "length"))
+        else:
+            self._draw(request, result, time)
+
+    def _draw(self, request: Request, result: RowResult, time: float) -> None:
+        """A new token: it may end the request, and it may be time to tell the client."""
+        token = result.token_id
+        if token is None:
+            raise RuntimeError("the worker drew no token")
+        request.append(token)
+        self.counters.decode_tokens += 1
+        if request.first_token is None:
+            request.first_token = time
+        if result.logprobs is not None:
+            request.new_logprobs.append(result.logprobs)
+        reason = self._stopped(request, token)
+        if reason is not None:
+            self.finish(request, reason)
+        elif not self.congested and (
+            not request.rows_sent or (request.stream and request.known - request.sent >= self._stream_interval)
+        ):
+            self.token_rows.append(self._token_row(request, None))
+
+    def _stopped(self, request: Request, token: int) -> FinishReason | None:
+        output_len = request.output_len
+        if token in request.stop_ids and output_len > request.params.min_new_tokens:
+            return FinishReason(type="stop", matched=token if token in request.params.stop_token_ids else None)
+        if request.decoder is not None:
+            request.decoder.add([token])
+            if request.decoder.stopped is not None:
+                return FinishReason(type="stop", matched=request.decoder.stopped)
+        if request.known >= request.limit:
+            return FinishReason(type="length")
+        return None
+
+    # ---- ends and setbacks -----------------------------------------------------------------------------------------
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Ends a choice, waiting or running: its last row, its pages, its place. No step may be in flight for it."""
+        if request.pooling:
+            self.embedding_rows.append(self._embedding_row(request, reason))
+        else:
+            self.token_rows.append(self._token_row(request, reason))
+        if request.lease is not None:
+            self._kv.release(request.lease, request.tokens, request.computed)
+        self._table.remove(request)
+        log.debug("request ended rid=%s index=%d reason=%s", request.rid, request.index, reason.type)
+
+    def retract(self, request: Request) -> None:
+        """Takes the pages of a running choice and puts it back into the queue. No step may be in flight for it."""
+        assert request.lease is not None
+        self._kv.release(request.lease, request.tokens, request.computed)
+        self._table.put_back(request)
+        request.forget_computed()
+        request.retractions += 1
+        self.counters.retractions += 1
+
+    def refuse(self, message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput, reason: FinishReason) -> None:
+        """Ends all choices of a request that never enters the queue."""
+        if isinstance(message, TokenizedEmbeddingReqInput):
+            self.embedding_rows += [
+                EmbeddingRow(rid=message.rid, index=i, embedding=b"", prompt_tokens=len(prompt) // 4, finish=reason)
+                for i, prompt in enumerate(message.prompts)
+            ]
+        else:
+            self.token_rows += [
+                TokenIDRow(
+                    rid=message.rid,
+                    index=i,
+                    output_ids=b"",
+                    prompt_tokens=len(message.prompts[i // message.n]) // 4,
+                    cached_tokens=0,
+                    completion_tokens=0,
+                    finish=reason,
+                )
+                for i in range(len(message.prompts) * message.n)
+            ]
+
+    def reap(self) -> None:
+        """Ends what is marked for abortion, but for choices with a step in flight: they are reaped after its result."""
+        for request in [r for r in self._table if r.abort_reason is not None and not r.in_flight]:
+            assert request.abort_reason is not None
+            self.finish(request, request.abort_reason)
+
+    # ---- rows ------------------------------------------------------------------------------------------------------
+
+    def _token_row(self, request: Request, finish: FinishReason | None) -> TokenIDRow:
+        """What the client has not been told yet."""
+        first = request.rows_sent == 0
+        row = TokenIDRow(
+            rid=request.rid,
+            index=request.index,
+            output_ids=bytes(request.tokens[request.sent * ELEMENT_BYTES :]),
+            prompt_tokens=request.prompt_len,
+            cached_tokens=request.cached,
+            completion_tokens=request.output_len,
+            finish=finish,
+            logprobs=_joined(request.new_logprobs) if request.new_logprobs else None,
+            prompt_logprobs=_prompt_logprobs(request) if first else None,
+            stop=request.params.stop if first else (),
+            min_new_tokens=request.params.min_new_tokens if first else 0,
+            skip_special_tokens=request.skip_special_tokens,
+            queue_s=request.queue_s,
+        )
+        request.new_logprobs.clear()
+        request.sent = request.known
+        request.rows_sent += 1
+        return row
+
+    def _embedding_row(self, request: Request, finish: FinishReason) -> EmbeddingRow:
+        vector = b""
+        if finish.type == "stop":
+            parts = [np.frombuffer(part, dtype="<f4") for part in request.pooled]
+            pooled = np.sum(parts, axis=0) / request.prompt_len if request.pooling == "mean" else parts[-1]
+            if request.normalize:
+                pooled = pooled / max(float(np.linalg.norm(pooled)), 1e-12)
+            vector = pooled.astype("<f4").tobytes()
+        return EmbeddingRow(
+            rid=request.rid,
+            index=request.index,
+            embedding=vector,
+            prompt_tokens=request.prompt_len,
+            cached_tokens=request.cached,
+            finish=None if vector else finish,
+            queue_s=request.queue_s,
+        )
+
+
+def failure(status: int, message: str) -> FinishReason:
+    """The reason of a request that could not be served; `status` is the HTTP status."""
+    return FinishReason(type="error", status=status, message=message)
+
+
+def _joined(parts: list[SampledLogprobs]) -> Logprobs:
+    return Logprobs(
+        token_logprobs=b"".join(part.token_logprobs for part in parts),
+        top=parts[0].top,
+        top_ids=b"".join(part.top_ids for part in parts),
+        top_logprobs=b"".join(part.top_logprobs for part in parts),
+    )
+
+
+def _prompt_logprobs(request: Request) -> Logprobs | None:
+    """[prompt_len]; the first token's do not exist. None where they are not wanted, or the request ended before."""
+    options = request.logprobs
+    if options is None or not options.prompt or request.want_prompt_logprobs:
+        return None
+    nan, top = np.full(1 + options.top, np.nan, dtype="<f4").tobytes(), options.top
+    missing = SampledLogprobs(
+        token_logprobs=nan[:4], top=top, top_ids=np.zeros(top, dtype="<i4").tobytes(), top_logprobs=nan[4:]
+    )
+    return _joined([missing, *request.prompt_logprobs])
