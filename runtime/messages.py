@@ -9,13 +9,14 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 PROTOCOL_VERSION = 1
+"""To be raised with every change of a message: a field that the receiver does not know makes a frame a bad one."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all that is sent alone in a frame; the tag is the class name."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """Base of what belongs together inside a message; encoded by position, so that a row costs no field names."""
 
 
@@ -28,7 +29,7 @@ UNSEEDED = -(1 << 63)
 """As `seed`: any."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the tokens of one request are chosen.
 
     The TokenizerManager validates it against the model and replaces FILL_CONTEXT and UNSEEDED by numbers before it
@@ -61,7 +62,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
-class LogprobOptions(msgspec.Struct, frozen=True, kw_only=True):
+class LogprobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which logprobs a request wants: always the chosen token's, the `top` likeliest too, the prompt's if `prompt`."""
 
     top: int = 0

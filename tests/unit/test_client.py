@@ -121,7 +121,7 @@ def test_an_answer_to_another_call_is_not_taken(server: Server) -> None:
 def test_silence_of_a_live_server_times_out_at_the_deadline(server: Server) -> None:
     server.answers = lambda request: []
     began = time.monotonic()
-    with RpcClient(server.address) as client, pytest.raises(RpcCallError, match="0.7 s") as caught:
+    with RpcClient(server.address) as client, pytest.raises(RpcCallError, match=r"0\.7 s") as caught:
         client.call(PingReqInput(), timeout_s=0.7)
     assert caught.value.exit_code == 75
     assert 0.7 <= time.monotonic() - began < 2.0
