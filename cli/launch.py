@@ -1,0 +1,229 @@
+"""`llmserve launch`: the options of an instance and its keys. starting.py shows its start, runtime/serve.py serves."""
+
+import os
+import stat
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from llmserve.cli.common import console_of
+from llmserve.cli.console import Console
+from llmserve.runtime.config import ConfigError, Secrets, ServerArgs
+
+MODEL, SERVER, BATCHING, TIMES, KEYS = "Model", "Server", "Memory and batching", "Times", "Keys"
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+def option(flag: str, panel: str, help: str, **more: Any) -> Any:
+    """A Typer option that can also be set by its variable: --max-model-len by LLMSERVE_MAX_MODEL_LEN."""
+    variable = "LLMSERVE_" + flag.split("/")[0].removeprefix("--").upper().replace("-", "_")
+    return typer.Option(flag, rich_help_panel=panel, help=help, envvar=variable, show_envvar=False, **more)
+
+
+def launch(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A directory of safetensors, a .gguf file, or a hub id. Without it: the default model.",
+            envvar="LLMSERVE_MODEL",
+            show_envvar=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        option("--dtype", MODEL, "The weights' and the KV cache's number format; auto is the checkpoint's own."),
+    ] = "auto",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        option("--device", MODEL, "Where the model runs; auto is CUDA where there is one."),
+    ] = "auto",
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf"],
+        option("--load-format", MODEL, "The kind of checkpoint that MODEL must be."),
+    ] = "auto",
+    max_model_len: Annotated[
+        int | None,
+        option(
+            "--max-model-len",
+            MODEL,
+            "The longest prompt and output together, in tokens.",
+            metavar="TOKENS",
+            show_default="the model's own",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        option(
+            "--served-model-name",
+            MODEL,
+            "The name that clients ask for. Repeat it for more names; the first one is shown in answers.",
+            metavar="NAME",
+            show_default="MODEL's last part",
+        ),
+    ] = None,
+    name: Annotated[
+        str, option("--name", SERVER, "What the other commands call this instance.", metavar="NAME")
+    ] = "default",
+    host: Annotated[
+        str, option("--host", SERVER, "The address to listen on; 0.0.0.0 lets other machines in.", metavar="ADDRESS")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, option("--port", SERVER, "The port to listen on; 0 takes any free one.", metavar="PORT")
+    ] = 30000,
+    detach: Annotated[
+        bool,
+        option(
+            "--detach", SERVER, "Return when it is ready and leave it running; its log is in the instance's directory."
+        ),
+    ] = False,
+    stream_interval: Annotated[
+        int,
+        option(
+            "--stream-interval", SERVER, "Tokens in an event of a stream; the first one comes alone.", metavar="TOKENS"
+        ),
+    ] = 2,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], option("--log-level", SERVER, "How much is logged.")
+    ] = "info",
+    max_total_tokens: Annotated[
+        int | None,
+        option(
+            "--max-total-tokens",
+            BATCHING,
+            "Tokens that the KV cache holds, for all requests together.",
+            metavar="TOKENS",
+            show_default="from the memory",
+        ),
+    ] = None,
+    max_running_requests: Annotated[
+        int, option("--max-running-requests", BATCHING, "Requests in a step, at most.", metavar="N")
+    ] = 64,
+    chunked_prefill_size: Annotated[
+        int,
+        option(
+            "--chunked-prefill-size",
+            BATCHING,
+            "Tokens in a step, at most: a longer prompt is read in parts, so that others go on meanwhile.",
+            metavar="TOKENS",
+        ),
+    ] = 512,
+    page_size: Annotated[
+        int, option("--page-size", BATCHING, "Tokens in a page of the KV cache.", metavar="TOKENS")
+    ] = 16,
+    schedule_policy: Annotated[
+        Literal["fcfs", "lpm"],
+        option("--schedule-policy", BATCHING, "Who runs next: the first come, or the longest cached prefix."),
+    ] = "lpm",
+    prefix_cache: Annotated[
+        bool,
+        option("--prefix-cache/--no-prefix-cache", BATCHING, "Keep what was computed of a prompt for the next one."),
+    ] = True,
+    threads: Annotated[
+        int | None,
+        option("--threads", BATCHING, "CPU threads of the model.", metavar="N", show_default="one per core"),
+    ] = None,
+    attention_backend: Annotated[
+        Literal["auto", "reference", "native", "varlen"],
+        option("--attention-backend", BATCHING, "The kernels of attention; auto takes the fastest that works here."),
+    ] = "auto",
+    seed: Annotated[
+        int | None,
+        option("--seed", BATCHING, "For the seeds of requests that bring none.", metavar="N", show_default="random"),
+    ] = None,
+    max_queued_requests: Annotated[
+        int,
+        option(
+            "--max-queued-requests", TIMES, "Requests that may wait; more are refused at once with 503.", metavar="N"
+        ),
+    ] = 1024,
+    queue_timeout: Annotated[
+        float, option("--queue-timeout", TIMES, "How long a request may wait for its first step.", metavar="SECONDS")
+    ] = 600.0,
+    watchdog_timeout: Annotated[
+        float,
+        option(
+            "--watchdog-timeout",
+            TIMES,
+            "End the instance when it makes no step for so long while it has work; 0: never.",
+            metavar="SECONDS",
+        ),
+    ] = 60.0,
+    drain_timeout: Annotated[
+        float,
+        option("--drain-timeout", TIMES, "How long requests may still run when it is told to end.", metavar="SECONDS"),
+    ] = 30.0,
+    api_key_file: Annotated[
+        Path | None,
+        option(
+            "--api-key-file",
+            KEYS,
+            "A file with the key that clients must send. Or set the variable LLMSERVE_API_KEY.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+    admin_api_key_file: Annotated[
+        Path | None,
+        option(
+            "--admin-api-key-file",
+            KEYS,
+            "A file with the key of the admin routes. Or set the variable LLMSERVE_ADMIN_API_KEY.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+    metrics_auth: Annotated[
+        bool, option("--metrics-auth/--no-metrics-auth", KEYS, "Whether /metrics asks for the key too.")
+    ] = True,
+) -> None:
+    """Serve a model.
+
+    Loads MODEL and answers OpenAI's HTTP API until Ctrl-C, which lets what is in flight end first; a second Ctrl-C ends
+    it at once. Every option can also be set by a variable: LLMSERVE_PORT for --port.
+    """
+    options = {key: value for key, value in locals().items() if key in ServerArgs.__struct_fields__}
+    console = console_of(ctx)
+    secrets = Secrets(
+        api_key=read_key(console, "API_KEY", api_key_file),
+        admin_api_key=read_key(console, "ADMIN_API_KEY", admin_api_key_file),
+    )
+    args = ServerArgs.validated(
+        **options | {"model": model or default_model(), "served_model_names": tuple(served_model_name or ())}
+    )
+    if not args.host.startswith(LOOPBACK) and secrets.api_key is None:
+        console.note(f"warning: anyone who reaches {args.host} can use this server; set an API key to prevent it")
+
+    from llmserve.cli.starting import run_attached, run_detached
+
+    raise typer.Exit((run_detached if detach else run_attached)(console, args, secrets))
+
+
+def default_model() -> str:
+    from llmserve.runtime.models.hub import default_model
+
+    return default_model()
+
+
+def read_key(console: Console, what: str, file: Path | None) -> str | None:
+    """The key in `file`, else in the variable LLMSERVE_`what`, which is forgotten: no child process shall have it."""
+    source = f"the variable LLMSERVE_{what}"
+    key = console.environ.get(f"LLMSERVE_{what}")
+    os.environ.pop(f"LLMSERVE_{what}", None)
+    if file is not None:
+        source = f"the key file {file}"
+        try:
+            key = file.read_text(encoding="utf-8")
+            mode = stat.S_IMODE(file.stat().st_mode)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {source}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
+        if mode & 0o077:
+            console.note(f"warning: {source} can be read by others (mode {mode:o}); make it private: chmod 600 {file}")
+    if key is None:
+        return None
+    key = key.strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{source} must hold one key: printable ASCII characters without spaces")
+    return key

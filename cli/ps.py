@@ -1,0 +1,94 @@
+"""`llmserve ps`: the instances of this user, with their load where the scheduler answers."""
+
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+
+from llmserve.cli.common import JsonOption, console_of
+from llmserve.cli.format import duration
+from llmserve.runtime.instance import InstanceRecord, list_instances
+
+LOAD_TIMEOUT_S = 1.0
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance; an element of what --json prints. `running` and `waiting` are null when the scheduler is silent."""
+
+    name: str
+    model: str
+    pid: int
+    address: str
+    state: str
+    age_s: float
+    running: int | None = None
+    waiting: int | None = None
+    served_model_names: tuple[str, ...] = ()
+    log_path: str = ""
+    children: tuple[int, ...] = ()
+
+
+def ps(
+    ctx: typer.Context,
+    json: JsonOption = False,
+    all_records: Annotated[
+        bool, typer.Option("--all", "-a", help="Also those that ended without removing their directory.")
+    ] = False,
+) -> None:
+    """List the running instances.
+
+    A state is starting, ready, draining, or dead: its process is gone, and what it left is removed by the next launch.
+    """
+    console = console_of(ctx)
+    lines = [look(record) for record in list_instances() if record.alive or all_records]
+    if json:
+        console.json([msgspec.to_builtins(line) for line in lines])
+        return
+    if not lines:
+        console.note("no instance is running; start one with `llmserve launch`")
+        return
+    rows = [
+        (line.name, line.model, str(line.pid), line.address, line.state, duration(line.age_s), load(line))
+        for line in lines
+    ]
+    console.table(("NAME", "MODEL", "PID", "ADDRESS", "STATE", "AGE", "LOAD"), rows, right=("PID", "AGE"))
+
+
+def look(record: InstanceRecord) -> Line:
+    """What is known of an instance, its scheduler asked."""
+    running, waiting = ask_load(record) if record.alive and record.state != "starting" else (None, None)
+    return Line(
+        name=record.name,
+        model=record.served_model_names[0] if record.served_model_names else record.model,
+        pid=record.pid,
+        address=f"{record.host}:{record.port}" if record.port else "-",
+        state=record.state if record.alive else "dead",
+        age_s=round(time.time() - record.created, 1),
+        running=running,
+        waiting=waiting,
+        served_model_names=record.served_model_names,
+        log_path=record.log_path,
+        children=record.children,
+    )
+
+
+def ask_load(record: InstanceRecord) -> tuple[int | None, int | None]:
+    """Requests running and waiting, over all replicas; None where one does not answer soon."""
+    from llmserve.runtime.client import RpcCallError, RpcClient
+    from llmserve.runtime.messages import GetLoadReqInput
+
+    running = waiting = 0
+    for address in record.rpc_addresses:
+        try:
+            with RpcClient(address, timeout_s=LOAD_TIMEOUT_S) as client:
+                answer = client.call(GetLoadReqInput())
+        except RpcCallError:
+            return None, None
+        running += answer.running
+        waiting += answer.waiting
+    return running, waiting
+
+
+def load(line: Line) -> str:
+    return "-" if line.running is None else f"{line.running} running, {line.waiting} waiting"

@@ -1,0 +1,88 @@
+"""`llmserve stop`: signals the main process of an instance, which drains and ends, and waits until it is gone."""
+
+import os
+import select
+import signal
+import time
+from typing import Annotated
+
+import typer
+
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, console_of, find_instance
+from llmserve.cli.console import Console
+from llmserve.cli.format import duration, plural
+from llmserve.cli.ps import ask_load
+from llmserve.runtime.instance import InstanceRecord, sweep_stale
+
+LOOK_EVERY_S = 0.5
+ENDS_NOW_WITHIN_S = 5.0
+
+
+def stop(
+    ctx: typer.Context,
+    instance: InstanceOption = None,
+    now: Annotated[bool, typer.Option("--now", help="End it at once: what is in flight is lost.")] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            min=0.0,
+            help="How long to wait for its end; it goes on ending after that.",
+            show_default="its --drain-timeout",
+        ),
+    ] = None,
+) -> None:
+    """Drain an instance and end it.
+
+    It refuses new requests at once, finishes what is in flight within its --drain-timeout, and ends. With --now it does
+    not wait for them.
+    """
+    console = console_of(ctx)
+    record = find_instance(instance)
+    began = time.monotonic()
+    process = open_process(record)
+    try:
+        signal.pidfd_send_signal(process, signal.SIGQUIT if now else signal.SIGTERM)
+        if now and not wait_gone(process, ENDS_NOW_WITHIN_S):
+            signal.pidfd_send_signal(process, signal.SIGKILL)  # it is stuck; its children end with it
+            wait_gone(process, ENDS_NOW_WITHIN_S)
+            sweep_stale()
+        elif not now:
+            wait_drained(console, record, process, timeout)
+    finally:
+        os.close(process)
+    console.note(f'"{record.name}" has ended after {duration(time.monotonic() - began)}')
+
+
+def open_process(record: InstanceRecord) -> int:
+    """A descriptor of the instance's main process, and of no other that got its pid since. Raises CommandError."""
+    try:
+        process = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        raise CommandError(f'instance "{record.name}" has just ended', ExitCode.UNAVAILABLE) from None
+    if not record.alive:
+        os.close(process)
+        raise CommandError(f'instance "{record.name}" has just ended', ExitCode.UNAVAILABLE)
+    return process
+
+
+def wait_gone(process: int, seconds: float) -> bool:
+    """Whether the process ends within so many seconds."""
+    return bool(select.select([process], [], [], seconds)[0])
+
+
+def wait_drained(console: Console, record: InstanceRecord, process: int, limit: float | None) -> None:
+    """Waits for the end, saying on a terminal what it waits for. Raises CommandError (75) after `limit` seconds."""
+    deadline = time.monotonic() + (limit if limit is not None else float("inf"))
+    screen = console.err
+    with screen.status(f"draining {record.name}") as status:
+        while not wait_gone(process, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise CommandError(
+                    f'"{record.name}" is still draining; it ends by its --drain-timeout, or now with `llmserve stop --now`',
+                    ExitCode.BUSY,
+                )
+            running, waiting = ask_load(record)
+            if running is not None and waiting is not None:
+                status.update(f"draining {record.name}: {plural(running + waiting, 'request')} left")

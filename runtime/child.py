@@ -1,0 +1,158 @@
+"""The child's side of a process: `python -m llmserve.runtime.child ROLE MODULE INSTANCE` runs MODULE.run(init, report).
+
+Owns what every child does whatever its role: it takes its orders from the main process and never outlives it.
+stdin carries one line, the ChildInit, and then nothing: its end means that the main process is gone or wants us gone.
+stdout carries status lines. The main process's side is processes.py.
+"""
+
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from queue import SimpleQueue
+from typing import BinaryIO
+
+import msgspec
+
+from llmserve.runtime.config import ConfigError, ServerArgs
+from llmserve.runtime.logs import setup_logging
+from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.ports import PortArgs
+
+log = logging.getLogger(__name__)
+
+PR_SET_NAME = 15
+PR_SET_PDEATHSIG = 1
+STACKS_SIGNAL = signal.SIGUSR1
+"""A process that receives it writes the stacks of its threads to its stderr, even while it is stuck in native code."""
+
+
+class ChildInit(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a child is told. It holds no secrets: children neither need nor get them."""
+
+    role: str
+    args: ServerArgs
+    ports: PortArgs
+    directory: str
+    """The instance's directory, where its sockets lie."""
+    checkpoint: Checkpoint
+    tp_rank: int = 0
+    pp_rank: int = 0
+    dp_rank: int = 0
+
+
+Fact = int | float | str
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """`done` of `total`, in `unit`, of one stage of the start."""
+
+    stage: str
+    done: float
+    total: float
+    unit: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The child serves; `facts` are what the user may like to know (sizes, choices made)."""
+
+    facts: dict[str, Fact]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Why the child ends. `exit_code` is what the launch should exit with."""
+
+    message: str
+    exit_code: int = 1
+
+
+Status = Progress | Ready | Failed
+
+
+class Reporter:
+    """Writes status lines to the main process. A main process that is gone is no error: the child ends soon anyway."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def progress(self, stage: str, done: float, total: float, unit: str) -> None:
+        self._write(Progress(stage, done, total, unit))
+
+    def ready(self, **facts: Fact) -> None:
+        self._write(Ready(facts))
+
+    def error(self, text: str, exit_code: int = 1) -> None:
+        self._write(Failed(text, exit_code))
+
+    def _write(self, status: Status) -> None:
+        try:
+            self._stream.write(msgspec.json.encode(status) + b"\n")
+            self._stream.flush()
+        except OSError:
+            pass
+
+
+def main() -> int:
+    role, module = sys.argv[1], sys.argv[2]
+    # systemd, a container's runtime and some terminals signal every process of a group. Only the main process decides:
+    # otherwise the requests that it wants to finish would die with their scheduler.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(PR_SET_NAME, f"llms-{role}".encode()[:15], 0, 0, 0)
+
+    orders, report = take_standard_streams()
+    first_line: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=watch_parent, args=(orders, first_line), daemon=True, name="death-pipe").start()
+    # The second net, for a process whose threads cannot run because native code holds the interpreter.
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    setup_logging(role, "info")
+
+    try:
+        run = importlib.import_module(module).run  # heavy, so done while the main process looks for the checkpoint
+        init = msgspec.json.decode(first_line.get(), type=ChildInit)
+        setup_logging(role, init.args.log_level)
+        run(init, report)
+    except ConfigError as error:
+        report.error(str(error), exit_code=78)
+        return 78
+    except Exception as error:
+        log.exception("failed role=%s", role)
+        report.error(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def take_standard_streams() -> tuple[BinaryIO, Reporter]:
+    """Moves the two pipes off stdin and stdout, where a library's print would corrupt them; stdout becomes stderr."""
+    orders = os.fdopen(os.dup(0), "rb")
+    report = Reporter(os.fdopen(os.dup(1), "wb"))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return orders, report
+
+
+def watch_parent(orders: BinaryIO, first_line: "SimpleQueue[bytes]") -> None:
+    """Hands over the first line of `orders`, then waits for its end and kills this process and what it started."""
+    line = orders.readline()
+    if line:
+        first_line.put(line)
+        orders.read()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    # Run the module's importable copy: `__main__` would have classes of its own that equal nobody else's.
+    from llmserve.runtime.child import main as imported_main
+
+    sys.exit(imported_main())

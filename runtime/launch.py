@@ -1,0 +1,279 @@
+"""Stack: the processes of one instance, from the first spawn to the removal of its directory.
+
+Owns the ready handshake, supervision (one for all) and teardown. It knows nothing of HTTP, signals or terminals:
+serve.py puts a server in front of it, Engine uses it as it is. The child's side of a process is child.py.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+from llmserve.runtime.child import ChildInit, Fact, Progress, Status
+from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.instance import acquire
+from llmserve.runtime.messages import SchedulerMetrics
+from llmserve.runtime.models import hub
+from llmserve.runtime.ports import PortArgs
+from llmserve.runtime.processes import ChildProcess, describe_end
+from llmserve.runtime.tokenizer import Tokenizer
+from llmserve.runtime.tokenizer_manager import TokenizerManager
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+WATCHDOG_TICKS = 10
+STACKS_WAIT_S = 0.5
+
+
+class LaunchError(Exception):
+    """The instance cannot start. `exit_code` is what the command should exit with."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class LaunchObserver(Protocol):
+    """Whoever watches a start: the checklist on a terminal, the log, or the waiting parent of a detached launch."""
+
+    def progress(self, stage: str, done: float, total: float, unit: str) -> None:
+        """A stage is under way: `done` of `total`, in `unit`."""
+
+    def stage(self, name: str, detail: str) -> None:
+        """A stage is done; `detail` says with what result."""
+
+    def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None:
+        """The instance serves `model` at `address`; `facts` are what the scheduler says of itself."""
+
+    def close(self) -> None:
+        """The start is over, well or not: leave the terminal as it was. May be called twice."""
+
+
+class SilentObserver:
+    """A LaunchObserver for who only wants the outcome."""
+
+    def progress(self, stage: str, done: float, total: float, unit: str) -> None: ...
+
+    def stage(self, name: str, detail: str) -> None: ...
+
+    def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Stack:
+    """The processes of one instance: `start`, use `tokenizer_manager` while `wait_failed` waits, and `stop` always.
+
+    `checkpoint`, `tokenizer_manager` and `facts` (what the scheduler said of itself) exist once `start` has returned.
+    """
+
+    def __init__(self, args: ServerArgs, observer: LaunchObserver | None = None) -> None:
+        """Takes the instance's name and directory; no process starts yet. Raises InstanceError."""
+        self.args = args
+        self.observer: LaunchObserver = observer or SilentObserver()
+        self.instance = acquire(args.name)
+        self.facts: dict[str, Fact] = {}
+        self.checkpoint: hub.Checkpoint
+        self.tokenizer_manager: TokenizerManager
+        self._front: TokenizerManager | None = None
+        self._children: list[ChildProcess] = []
+        self._failure: asyncio.Future[LaunchError] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    # ---- start -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Returns when every process is ready. Raises LaunchError or ConfigError; `stop` is still to be called then."""
+        self._failure = asyncio.get_running_loop().create_future()
+        starting = asyncio.create_task(self._start())
+        try:
+            await asyncio.wait({starting, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                raise self._failure.result()
+            await starting
+        finally:
+            starting.cancel()
+
+    async def _start(self) -> None:
+        args = self.args
+        ports = PortArgs.init_new(self.instance.directory)
+        self.instance.update(
+            host=args.host, port=args.port, model=args.model, served_model_names=args.served_model_names
+        )
+        # The children import while we look for the checkpoint: most of the time of a start is theirs.
+        scheduler = self._spawn("scheduler", "llmserve.runtime.scheduler.process", scheduler_environment(args))
+        detokenizer = self._spawn("detokenizer", "llmserve.runtime.detokenizer", LIGHT_ENVIRONMENT)
+        self.checkpoint = await in_thread(hub.resolve, args.model, args.load_format)
+        self.observer.stage("model", describe_model(self.checkpoint))
+        self.instance.update(
+            model=self.checkpoint.path,
+            served_model_names=args.served_model_names or (self.checkpoint.name,),
+            children=tuple(child.pid for child in self._children),
+            rpc_addresses=(ports.rpc_ipc_name,),
+        )
+        directory = str(self.instance.directory)
+        for child in self._children:
+            child.send(
+                ChildInit(role=child.role, args=args, ports=ports, directory=directory, checkpoint=self.checkpoint)
+            )
+        tokenizer = await in_thread(Tokenizer.load, self.checkpoint.tokenizer_dir)
+        self._front = TokenizerManager(args, ports, self.checkpoint, tokenizer)
+        await self._front.start()
+        await detokenizer.ready
+        self.facts = (await scheduler.ready).facts
+        self._front.ready(max_model_len=int(self.facts["max_model_len"]))
+        self.tokenizer_manager = self._front
+        self._watchdog = asyncio.create_task(self._watch(scheduler))
+        self.instance.update(state="ready")
+
+    def _spawn(self, role: str, module: str, environment: Mapping[str, str]) -> ChildProcess:
+        child = ChildProcess(role, module, self.args.name, environment, self._on_status)
+        child.ended.add_done_callback(lambda ended: self._on_end(child, ended.result()))
+        self._children.append(child)
+        log.info("started child=%s pid=%d", role, child.pid)
+        return child
+
+    # ---- supervision -----------------------------------------------------------------------------------------------
+
+    async def wait_failed(self) -> LaunchError:
+        """Returns why the instance cannot go on, when that happens. Its requests have been ended with 503 by then."""
+        assert self._failure is not None
+        return await asyncio.shield(self._failure)
+
+    def _on_status(self, child: ChildProcess, status: Status) -> None:
+        if isinstance(status, Progress):
+            self.observer.progress(status.stage, status.done, status.total, status.unit)
+
+    def _on_end(self, child: ChildProcess, code: int) -> None:
+        log.log(
+            logging.INFO if self._stopping else logging.ERROR,
+            "ended child=%s pid=%d code=%d",
+            child.role,
+            child.pid,
+            code,
+        )
+        exit_code = child.failure.exit_code if child.failure else 1
+        self._fail(describe_end(child, code), exit_code)
+
+    def _fail(self, reason: str, exit_code: int = 1) -> None:
+        if self._stopping or self._failure is None or self._failure.done():
+            return
+        self._failure.set_result(LaunchError(reason, exit_code))
+        if self._front is not None:
+            self._front.fail(reason)
+
+    async def _watch(self, scheduler: ChildProcess) -> None:
+        """Ends the instance when the scheduler has work but makes no step, or says nothing, for watchdog_timeout."""
+        timeout = self.args.watchdog_timeout
+        if timeout == 0:
+            return
+        tick = min(timeout / WATCHDOG_TICKS, 1.0)
+        seen: SchedulerMetrics | None = None
+        looked = moved = time.monotonic()
+        while True:
+            await asyncio.sleep(tick)
+            now = time.monotonic()
+            # A main process that stood still itself (SIGSTOP, a suspended machine) has not listened meanwhile.
+            moved += max(0.0, now - looked - 2 * tick)
+            looked = now
+            latest = self.tokenizer_manager.scheduler_metrics
+            if latest is not None and made_progress(seen, latest):
+                seen, moved = latest, now
+            if now - moved > timeout:
+                scheduler.dump_stacks()
+                await asyncio.sleep(STACKS_WAIT_S)
+                self._fail(f"the {scheduler} made no step for {timeout:g} s; its stacks are in the log")
+                return
+
+    # ---- end -------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> int:
+        """Refuses new requests, waits up to drain_timeout for those in flight, and returns how many are left."""
+        timeout = self.args.drain_timeout
+        log.info("draining timeout_s=%g in_flight=%d", timeout, self.tokenizer_manager.in_flight)
+        self.tokenizer_manager.drain()
+        self.instance.update(state="draining")
+        deadline = time.monotonic() + timeout
+        while self.tokenizer_manager.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return self.tokenizer_manager.in_flight
+
+    async def stop(self, drain: bool = False) -> None:
+        """Ends every process and removes the directory; with `drain`, after what is in flight. Safe to repeat."""
+        if drain and not self._stopping and self._watchdog is not None:
+            await self.drain()
+        self._stopping = True
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._front is not None:
+            await self._front.close()
+        await asyncio.gather(*(child.wait_killed() for child in self._children))
+        self.instance.release()
+
+    def kill(self) -> None:
+        """What `stop` does, at once and without awaiting anything: for a process that is about to exit."""
+        self._stopping = True
+        for child in self._children:
+            child.kill()
+        self.instance.release()
+
+
+def made_progress(before: SchedulerMetrics | None, now: SchedulerMetrics) -> bool:
+    """Whether a scheduler that said `before`, then `now`, works: it stepped, or lives and has nothing that may run."""
+    if before is None or now.steps_total != before.steps_total:
+        return True
+    idle = now.running + now.waiting == 0 or now.state == "paused"
+    return idle and now.time > before.time
+
+
+async def in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """Runs `function` in a thread that nobody waits for at exit: a download must not hold up Ctrl-C."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def finish(set_outcome: Callable[[], None]) -> None:
+        def set_unless_abandoned() -> None:
+            if not outcome.done():
+                set_outcome()
+
+        try:
+            loop.call_soon_threadsafe(set_unless_abandoned)
+        except RuntimeError:
+            log.debug("the loop closed before the work was done")
+
+    def work() -> None:
+        try:
+            result = function(*arguments)
+        except Exception as error:
+            finish(lambda error=error: outcome.set_exception(error))
+        else:
+            finish(lambda: outcome.set_result(result))
+
+    threading.Thread(target=work, daemon=True, name=getattr(function, "__name__", "work")).start()
+    return await outcome
+
+
+LIGHT_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+"""For the detokenizer, which works one row at a time: pools of threads would only cost it memory."""
+
+
+def scheduler_environment(args: ServerArgs) -> dict[str, str]:
+    """OpenMP reads its number of threads when torch is imported: one for each core that we may use, or --threads."""
+    threads = args.threads or len(os.sched_getaffinity(0))
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+def describe_model(checkpoint: hub.Checkpoint) -> str:
+    """`SmolLM2-135M-Instruct (llama, gguf) from /models/x.gguf`."""
+    config = checkpoint.config
+    return f"{checkpoint.name} ({config.model_type}, {checkpoint.format}) from {checkpoint.path}"

@@ -1,0 +1,53 @@
+"""How every process of an instance logs: one line an event on stderr, key=value pairs, never a prompt or a key.
+
+Owns the format and the level; where stderr leads (a terminal, a file, a journal) is the launcher's business.
+"""
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+
+
+class LineFormatter(logging.Formatter):
+    """`2026-11-30T13:20:00.123 info scheduler: loaded weights bytes=270000000`.
+
+    Control characters are escaped: what a client sent can neither start a line of its own nor steer a terminal. A
+    traceback follows its event as Python prints it.
+    """
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self.role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
+        text = record.getMessage().translate(_CONTROL)
+        line = f"{moment}.{int(record.msecs):03d} {record.levelname.lower()} {self.role}: {text}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def setup_logging(role: str, level: str) -> logging.StreamHandler:  # type: ignore[type-arg]
+    """Makes this process log to its stderr as `role`. Called once, at the start; returns the handler."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(role))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(LEVELS[level])
+    for chatty in ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "urllib3", "uvicorn"):
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, LEVELS[level]))
+    return handler
+
+
+def stderr_to_file(path: Path) -> None:
+    """Appends to `path` what this process and the children that it starts from now on write to stdout and stderr."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
