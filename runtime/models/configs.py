@@ -76,8 +76,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     generation: GenerationDefaults = GenerationDefaults()
     raw: bytes = b""
     """The config.json itself, for transformers; empty for our decoder."""
-    weight_prefix: str = ""
-    """What a multimodal checkpoint puts before the names of its language model's tensors; the others are not read."""
+    multimodal: bool = False
+    """The checkpoint holds more than the language model; the other tensors are not read."""
 
     intermediate_size: int = 0
     layers: tuple[LayerConfig, ...] = ()
@@ -120,10 +120,9 @@ def _parse(config: Json, generation: Json) -> ModelConfig:
             f"the checkpoint is quantized ({method}), which is not supported; use the unquantized one or a GGUF file"
         )
     architecture = next(iter(config.get("architectures") or ()), "")
-    text, weight_prefix = config, ""
+    text = config
     if config["model_type"] == "gemma3" and "text_config" in config:
         text = {"model_type": "gemma3_text", **config["text_config"]}
-        weight_prefix = "language_model."
     if config.get("is_encoder_decoder"):
         raise ConfigError(
             f"{architecture or config['model_type']} is an encoder-decoder model; only decoders can be served"
@@ -150,7 +149,7 @@ def _parse(config: Json, generation: Json) -> ModelConfig:
         "eos_token_ids": stop,
         "bos_token_id": next(iter(_ids(config.get("bos_token_id", known.get("bos_token_id")))), None),
         "generation": _generation_defaults(generation),
-        "weight_prefix": weight_prefix,
+        "multimodal": text is not config,
     }
     specifics = family.read(known, common) if family else None
     if specifics is None:

@@ -19,7 +19,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_COUNT = 1 << 26
 _LONG_ARRAY = 1024
-"""Longer arrays of strings (vocabulary, merges) are left out of the metadata: transformers reads them once, elsewhere."""
+"""Longer arrays of strings (vocabulary, merges) are left out of the metadata: transformers reads them, once."""
 
 
 class GgufTensor(msgspec.Struct, frozen=True):

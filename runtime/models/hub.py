@@ -1,8 +1,9 @@
-"""Finding a checkpoint (a directory, a .gguf file, a hub id, the default model) and its config, before any weight is read.
+"""Finding a checkpoint (directory, .gguf file, hub id, default model) and reading its config, before any weight.
 
 Imports no torch, and huggingface_hub only for a hub id.
 """
 
+import hashlib
 import importlib.util
 import json
 import re
@@ -48,7 +49,7 @@ def default_model() -> str:
 
 
 def resolve(model: str, load_format: LoadFormat = "auto") -> Checkpoint:
-    """Finds the checkpoint `model` and reads its config: a directory, a .gguf file, a hub id, ORG/REPO/FILE.gguf on the hub.
+    """Finds `model` (a directory, a .gguf file, a hub id, ORG/REPO/FILE.gguf on the hub) and reads its config.
 
     May download, and may convert a tokenizer once (seconds). Raises ConfigError that says what to do.
     """
@@ -139,3 +140,13 @@ def _from_hub(model: str) -> Path:
     if file and not (directory / file).is_file():
         raise ConfigError(f"{repository} has no file {file} on the hub")
     return directory / file if file else directory
+
+
+def tokenizer_digest(checkpoint: Checkpoint) -> str:
+    """A digest of what token ids mean: equal for two checkpoints whose tokenizers encode and decode alike."""
+    tokenizer = _read_json(Path(checkpoint.tokenizer_dir) / "tokenizer.json")
+    model = tokenizer.get("model", {})
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
+    added = sorted((token["id"], token["content"]) for token in tokenizer.get("added_tokens", ()))
+    meaning = [model.get("type"), model.get("vocab"), merges, added]
+    return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()

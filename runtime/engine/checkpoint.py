@@ -1,0 +1,129 @@
+"""The tensors of a checkpoint, one at a time, under their Hugging Face names: safetensors or GGUF, never pickles."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from llmserve.runtime.config import ConfigError
+from llmserve.runtime.models import gguf
+from llmserve.runtime.models.hub import Checkpoint
+
+_FLOATING = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""safetensors dtypes that are read, and their bytes."""
+
+
+class TensorInfo(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+    """As the file calls it."""
+    nbytes: int
+    """Bytes in the file; 0 where the dtype is none that can be read."""
+
+
+class Source(Protocol):
+    """An open checkpoint."""
+
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor on the CPU, in a floating dtype. Raises ConfigError when the file is damaged."""
+        ...
+
+
+def open_source(checkpoint: Checkpoint) -> Source:
+    """Reads the headers. Raises ConfigError for a checkpoint that is damaged, incomplete or leaves its directory."""
+    return GgufSource(checkpoint) if checkpoint.format == "gguf" else SafetensorsSource(Path(checkpoint.path))
+
+
+class SafetensorsSource:
+    def __init__(self, directory: Path) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self._files: dict[str, safe_open] = {}
+        for path in shard_paths(directory):
+            try:
+                file = safe_open(path, framework="pt")
+                for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                    part = file.get_slice(name)
+                    shape, dtype = tuple(part.get_shape()), part.get_dtype()
+                    self.tensors[name] = TensorInfo(shape, dtype, prod(shape) * _FLOATING.get(dtype, 0))
+                    self._files[name] = file
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path} cannot be read: {error}") from error
+
+    def read(self, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._files[name].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"tensor {name!r} cannot be read: {error}") from error
+        return tensor
+
+
+def shard_paths(directory: Path) -> list[Path]:
+    """The files of a safetensors checkpoint: those of its index, else all there are.
+
+    Raises ConfigError when one is missing, or lies outside the directory, be it by name or through a symbolic link.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is no shard index: {error!r}") from error
+    else:
+        names = sorted(path.name for path in directory.glob("*.safetensors"))
+    return [_inside(directory, name) for name in names]
+
+
+def _inside(directory: Path, name: object) -> Path:
+    if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        raise ConfigError(f"{directory}: {name!r} is no file of safetensors in the checkpoint's directory")
+    path = directory / name
+    if not path.is_file():
+        raise ConfigError(f"{directory} is incomplete: it has no {name}")
+    roots = [directory.resolve()]
+    if directory.parent.name == "snapshots":  # the hub's cache keeps the files of a repository in blobs/ beside it
+        roots.append(directory.parent.parent.resolve() / "blobs")
+    if path.resolve().parent not in roots:
+        raise ConfigError(f"{path} is a link that leaves the checkpoint's directory")
+    return path
+
+
+class GgufSource:
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        from llmserve.runtime.models import gguf_tensors
+
+        header = gguf.read_header(checkpoint.path)
+        self._dequantize = gguf_tensors.dequantize
+        self._undo = gguf_tensors.undo_conversion
+        self._path = header.path
+        self._architecture = header.architecture
+        self._config = checkpoint.config
+        self._entries = {
+            gguf.hf_name(tensor.name, checkpoint.config.model_type): tensor
+            for tensor in header.tensors
+            if tensor.name not in gguf.ROPE_TENSORS
+        }
+        size = Path(header.path).stat().st_size
+        self.tensors = {}
+        for name, tensor in self._entries.items():
+            nbytes = gguf_tensors.nbytes(tensor)
+            if tensor.offset + nbytes > size:
+                raise ConfigError(
+                    f"{header.path} is cut short: {tensor.name} ends at {tensor.offset + nbytes}, the file at {size}"
+                )
+            self.tensors[name] = TensorInfo(tensor.shape, f"GGML type {tensor.ggml_type}", nbytes)
+
+    def read(self, name: str) -> Tensor:
+        tensor, nbytes = self._entries[name], self.tensors[name].nbytes
+        data = np.fromfile(self._path, dtype=np.uint8, count=nbytes, offset=tensor.offset)
+        if len(data) != nbytes:
+            raise ConfigError(f"{self._path} was cut short while it was read")
+        values = self._dequantize(torch.from_numpy(data), tensor)
+        heads = self._config.num_heads, self._config.num_kv_heads
+        return self._undo(values, tensor.name, self._architecture, *heads)

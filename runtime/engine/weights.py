@@ -1,0 +1,212 @@
+"""Weights from a checkpoint into a model: at the start, and as a swap of a running model's.
+
+Nothing may be missing and nothing left over. A swap is `preflight`, `stage_weights` (while the model serves),
+`commit_weights` (in place, while no step runs), and then `discard_weights`; or `commit_weights` once more, which brings
+the old weights back.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from llmserve.runtime.config import ConfigError
+from llmserve.runtime.engine.checkpoint import Source, open_source
+from llmserve.runtime.layers.weight import Slot, Weight
+from llmserve.runtime.models.configs import ModelConfig
+from llmserve.runtime.models.hub import Checkpoint, tokenizer_digest
+from llmserve.runtime.models.registry import CausalLM
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Projections that some checkpoints (phi3's) hold as one tensor, and their rows in order."""
+
+_DERIVED = re.compile(r".*rotary_emb\.inv_freq")
+"""Tensors that old checkpoints hold though they follow from the config."""
+
+_LANGUAGE_MODEL = re.compile(r"model\.language_model\.|language_model\.model\.")
+"""How multimodal checkpoints (gemma3's) begin the names of the language model's tensors."""
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) in bytes of the checkpoint."""
+
+
+class SwapCancelled(Exception):
+    """The caller of a staging went away."""
+
+
+class _Step(NamedTuple):
+    """One tensor of the checkpoint, and the slots that its rows go to in order."""
+
+    name: str
+    nbytes: int
+    slots: list[Slot]
+
+
+def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Fills a new model. Raises ConfigError when the checkpoint is not exactly the model's, naming what differs."""
+    source = open_source(checkpoint)
+    steps, differences = _plan(model, source)
+    if differences:
+        raise ConfigError(_summary(checkpoint, differences))
+    waiting = Counter(id(slot.weight) for step in steps for slot in step.slots)
+    for slot in _load(source, steps, progress):
+        waiting[id(slot.weight)] -= 1
+        if not waiting[id(slot.weight)]:
+            slot.weight.commit()
+
+
+def weights_of(model: CausalLM) -> list[Weight]:
+    """Each weight once, in the order of the model."""
+    return list({id(slot.weight): slot.weight for _, slot in model.slots()}.values())
+
+
+def weight_bytes(model: CausalLM) -> int:
+    """What the model's weights take in memory on this rank."""
+    return sum(weight.nbytes for weight in weights_of(model))
+
+
+def preflight(model: CausalLM, current: Checkpoint, new: Checkpoint) -> list[str]:
+    """What keeps `new` from replacing `current` in the running model, a line each; empty when nothing does.
+
+    Reads headers only. Raises ConfigError when `new` cannot be read at all.
+    """
+    differences = _config_differences(current.config, new.config)
+    if tokenizer_digest(current) != tokenizer_digest(new):
+        differences.append("the tokenizer is another one")
+    return differences + _plan(model, open_source(new))[1]
+
+
+def stage_weights(
+    model: CausalLM, checkpoint: Checkpoint, progress: Progress, cancelled: Callable[[], bool] = lambda: False
+) -> int:
+    """Reads and checks the weights of `checkpoint` beside the ones that serve; returns the bytes read.
+
+    Raises ConfigError (differences, a damaged file, values that are not finite) or SwapCancelled: nothing is staged.
+    """
+    source = open_source(checkpoint)
+    steps, differences = _plan(model, source)
+    if differences:
+        raise ConfigError(_summary(checkpoint, differences))
+    try:
+        for _ in _load(source, steps, progress, finite=True):
+            if cancelled():
+                raise SwapCancelled
+    except BaseException:
+        discard_weights(model)
+        raise
+    return sum(step.nbytes for step in steps)
+
+
+def commit_weights(model: CausalLM) -> None:
+    """Exchanges the staged weights with the ones that serve. No step may run meanwhile. A second call undoes it."""
+    for weight in weights_of(model):
+        weight.commit()
+
+
+def discard_weights(model: CausalLM) -> None:
+    """Frees what is staged: an abandoned new version, or the old one after a commit."""
+    for weight in weights_of(model):
+        weight.discard()
+
+
+def _load(source: Source, steps: list[_Step], progress: Progress, finite: bool = False) -> Iterator[Slot]:
+    """Stages tensor after tensor and yields each slot that has been filled."""
+    done, total = 0, sum(step.nbytes for step in steps)
+    for step in steps:
+        tensor = source.read(step.name)
+        if finite and not torch.isfinite(tensor).all():
+            raise ConfigError(f"tensor {step.name!r} has values that are not finite")
+        rows = [slot.shape[0] for slot in step.slots]
+        for slot, part in zip(step.slots, torch.split(tensor, rows), strict=True):
+            slot.load(part)
+            yield slot
+        done += step.nbytes
+        progress(done, total)
+
+
+def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
+    """How the tensors of a checkpoint enter the model, and how the two differ."""
+    slots = dict(model.slots())
+    steps, differences, missing = [], [], dict.fromkeys(slots)
+    for name, info in source.tensors.items():
+        own_name = _own_name(name, model.config)
+        if own_name is None:
+            continue
+        names = [known for known in _split_name(own_name) if known in slots]
+        if not names:
+            differences.append(f"{name}: the model has no such tensor")
+            continue
+        targets = [slots[known] for known in names]
+        expected = (sum(slot.shape[0] for slot in targets), *targets[0].shape[1:])
+        if info.shape != expected:
+            differences.append(f"{name}: shape {list(info.shape)}, the model has {list(expected)}")
+        elif info.nbytes == 0:
+            differences.append(f"{name}: dtype {info.dtype} is not supported")
+        for known in names:
+            missing.pop(known, None)
+        steps.append(_Step(name, info.nbytes, targets))
+    differences.extend(f"{name}: missing" for name in missing)
+    return steps, differences
+
+
+def _own_name(name: str, config: ModelConfig) -> str | None:
+    """The model's name for a checkpoint's tensor; None for one that is not needed."""
+    if config.multimodal:
+        prefix = _LANGUAGE_MODEL.match(name)
+        head = name.removeprefix("language_model.")
+        if prefix:
+            name = "model." + name[prefix.end() :]
+        elif head.startswith("lm_head."):
+            name = head
+        else:
+            return None
+    if _DERIVED.fullmatch(name) or (config.tie_word_embeddings and name.startswith("lm_head.")):
+        return None
+    return name
+
+
+def _split_name(name: str) -> list[str]:
+    """The names of the parts of a fused tensor; otherwise `name` alone."""
+    stem, _, suffix = name.rpartition(".")
+    parent, _, leaf = stem.rpartition(".")
+    return [f"{parent}.{part}.{suffix}" for part in FUSED[leaf]] if leaf in FUSED else [name]
+
+
+def _summary(checkpoint: Checkpoint, differences: list[str]) -> str:
+    more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+    return f"{checkpoint.path} does not fit the model: {'; '.join(differences[:5])}{more}"
+
+
+# ---- configs -------------------------------------------------------------------------------------------------------
+
+_IMMATERIAL = {"architecture", "dtype", "generation", "bos_token_id", "max_position_embeddings", "multimodal", "raw"}
+"""Fields of a ModelConfig that may differ between the versions of one model."""
+
+
+def _config_differences(current: ModelConfig, new: ModelConfig) -> list[str]:
+    old_fields, new_fields = msgspec.to_builtins(current), msgspec.to_builtins(new)
+    return [
+        f"config: {name} is {_short(new_fields[name])}, the model has {_short(old_fields[name])}"
+        for name in old_fields
+        if name not in _IMMATERIAL and not _same(old_fields[name], new_fields[name])
+    ]
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality but for the rounding of numbers, which GGUF keeps in float32."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

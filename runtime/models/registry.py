@@ -1,0 +1,56 @@
+"""Making the model that a ModelConfig describes: our decoder, or transformers' modules for what it cannot express."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmserve.runtime.attention.base import AttentionBackend
+from llmserve.runtime.distributed.groups import Topology
+from llmserve.runtime.layers.weight import Slots
+from llmserve.runtime.models.configs import ModelConfig
+
+
+class CausalLM(Protocol):
+    """A causal language model, or the part of it that this rank holds, over a paged KV cache."""
+
+    config: ModelConfig
+    num_layers: int
+    """Layers of this rank; the attention backend knows them as 0 to num_layers - 1."""
+    num_kv_heads: int
+    """KV heads of this rank, in each layer."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend, hidden: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states [T, hidden] of tokens [T] at positions [T]; `attention` has been planned for them.
+
+        A later pipeline stage takes the `hidden` states of the stage before it.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [N, vocab_size] of final hidden states [N, hidden]."""
+        ...
+
+    def slots(self) -> Slots:
+        """Where each tensor of a checkpoint goes, by its Hugging Face name."""
+        ...
+
+
+def build_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int | None = None,
+    topology: Topology | None = None,
+) -> CausalLM:
+    """The model without its weights (engine/weights.py loads them).
+
+    `max_positions` is the longest sequence that will be served, by default all that the config allows. ValueError where
+    the ranks of `topology` cannot share the heads.
+    """
+    from llmserve.runtime.models.decoder import Build, Decoder
+
+    positions = max_positions or config.max_position_embeddings
+    return Decoder(Build(config, dtype, device, topology or Topology(), positions))
