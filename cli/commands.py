@@ -35,6 +35,59 @@ COMMANDS: dict[str, Entry] = {
         "stop", "stop", SERVE, "Drain an instance and end it.", ("llmserve stop", "llmserve stop -i prod --now")
     ),
     "ps": Entry("ps", "ps", LOOK, "List the running instances.", ("llmserve ps", "llmserve ps --json")),
+    "status": Entry(
+        "status",
+        "status",
+        LOOK,
+        "Show one instance in depth: load, memory, processes, options.",
+        ("llmserve status", "llmserve status -i prod --json"),
+    ),
+    "requests": Entry(
+        "requests",
+        "requests",
+        LOOK,
+        "List the requests that run and wait.",
+        ("llmserve requests", "llmserve requests --watch --show-text", "llmserve requests --json"),
+    ),
+    "ping": Entry(
+        "ping",
+        "ping",
+        LOOK,
+        "Measure the round trip to the scheduler.",
+        ("llmserve ping", "llmserve ping --count 1000"),
+    ),
+    "abort": Entry(
+        "abort",
+        "abort",
+        ACT,
+        "End requests, by name or in bulk.",
+        ("llmserve abort cmpl-1f2e", "llmserve abort --older-than 5m", "llmserve abort --all --yes"),
+    ),
+    "flush-cache": Entry(
+        "flush_cache",
+        "flush_cache",
+        ACT,
+        "Empty the prefix cache.",
+        ("llmserve flush-cache", "llmserve flush-cache --wait 30"),
+    ),
+    "update-weights": Entry(
+        "update_weights",
+        "update_weights",
+        ACT,
+        "Swap the weights without a restart.",
+        ("llmserve update-weights ./checkpoint-2000 --dry-run", "llmserve update-weights ./checkpoint-2000"),
+    ),
+    "pause": Entry(
+        "pause",
+        "pause",
+        ACT,
+        "Stop generating, keeping the requests.",
+        ("llmserve pause", "llmserve pause --mode drain"),
+    ),
+    "resume": Entry("pause", "resume", ACT, "Go on generating after a pause.", ("llmserve resume",)),
+    "drain": Entry(
+        "pause", "drain", ACT, "Refuse new requests and let the others end.", ("llmserve drain --timeout 60",)
+    ),
     "chat": Entry(
         "chat",
         "chat",

@@ -5,6 +5,7 @@ costs what a bare Typer program costs. What commands do is in their modules; eve
 """
 
 import importlib
+import inspect
 import os
 import sys
 from typing import Annotated, Any
@@ -36,10 +37,15 @@ class LazyGroup(TyperGroup):
         if entry is None or self.commands[name].callback is not None:
             return
         function = getattr(importlib.import_module(f"llmserve.cli.{entry.module}"), entry.function)
-        epilog = "\n\n".join(["Examples:", *(f"  {example}" for example in entry.examples)]) if entry.examples else None
+        paragraphs = (inspect.getdoc(function) or entry.help).split("\n\n")
         single = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
         single.command(
-            name, context_settings=CONTEXT_SETTINGS, hidden=entry.hidden, rich_help_panel=entry.panel, epilog=epilog
+            name,
+            help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs),
+            epilog="\n\n".join(["Examples:", *entry.examples]) if entry.examples else None,
+            hidden=entry.hidden,
+            rich_help_panel=entry.panel,
+            context_settings=CONTEXT_SETTINGS,
         )(function)
         self.commands[name] = typer.main.get_command(single)
 

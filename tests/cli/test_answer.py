@@ -1,6 +1,5 @@
 """`chat` and `generate` against a front that speaks the OpenAI protocol and records what it is asked."""
 
-import io
 import json
 import threading
 from collections.abc import Iterator
@@ -9,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_instance import run
 
 from llmserve.cli import chat, common, generate
 from llmserve.cli.console import Console
-from llmserve.cli.main import app
 
 
 class Front(ThreadingHTTPServer):
@@ -71,20 +70,6 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
     server.server_close()
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def run(*arguments: str, stdin: io.StringIO | None = None, terminal: bool = False, **environ: str) -> Any:
-    """Runs a command off (or on) a terminal; gives its exit code, stdout and stderr."""
-    stream = Terminal if terminal else io.StringIO
-    console = Console(stdin or stream(), stream(), stream(), environ)
-    with pytest.raises(SystemExit) as ended:
-        app(list(arguments), prog_name="llmserve", obj=console)
-    return SimpleNamespace(code=ended.value.code, out=console.stdout.getvalue(), err=console.stderr.getvalue())
-
-
 def test_generate_prints_the_text_alone(front: Front) -> None:
     result = run("generate", "Say it", "--max-tokens", "3", "-t", "0", "--top-p", "0.5", "--seed", "9", "--stop", "x")
     assert (result.code, result.out, result.err) == (0, "Hello, world\n", "")
@@ -104,7 +89,7 @@ def test_generate_prints_the_text_alone(front: Front) -> None:
 
 
 def test_generate_reads_the_prompt_from_a_pipe(front: Front) -> None:
-    assert run("generate", "-", stdin=io.StringIO("piped in")).code == 0
+    assert run("generate", "-", stdin="piped in").code == 0
     assert front.bodies[0]["prompt"] == "piped in"
 
 
@@ -160,7 +145,7 @@ def test_escape_codes_reach_a_pipe_and_never_a_terminal(front: Front) -> None:
 
 
 def test_chat_takes_a_message_and_what_is_piped_in(front: Front) -> None:
-    result = run("chat", "Summarize:", "--system", "Be brief.", stdin=io.StringIO("a long text\n"))
+    result = run("chat", "Summarize:", "--system", "Be brief.", stdin="a long text\n")
     assert result.out == "Hello, world\n"
     assert front.bodies[0]["messages"] == [
         {"role": "system", "content": "Be brief."},

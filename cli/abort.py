@@ -1,0 +1,96 @@
+"""`llmserve abort`: ends requests by name or in bulk; answers after their memory is back."""
+
+from typing import Annotated
+
+import typer
+
+from llmserve.cli import format
+from llmserve.cli.common import (
+    CommandError,
+    ExitCode,
+    InstanceOption,
+    JsonOption,
+    TimeoutOption,
+    YesOption,
+    confirm,
+    console_of,
+)
+
+
+def complete_rid(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Shell completion of the rids that run or wait; nothing where there is no instance to ask."""
+    from llmserve.cli.rpc import Remote
+    from llmserve.runtime.client import RpcCallError
+    from llmserve.runtime.instance import InstanceError
+    from llmserve.runtime.messages import ListRequestsReqInput
+
+    try:
+        with Remote.find(ctx.params.get("instance"), 1.0) as remote:
+            answers = remote.each(ListRequestsReqInput())
+    except (InstanceError, RpcCallError):
+        return []
+    rids = dict.fromkeys(info.rid for answer in answers for info in answer.requests)
+    return [rid for rid in rids if rid.startswith(incomplete)]
+
+
+def parse_age(text: str) -> float:
+    try:
+        return format.seconds_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def abort(
+    ctx: typer.Context,
+    rids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RID...", help="The requests to end, by exact rid.", autocompletion=complete_rid),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="End every request.")] = False,
+    older_than: Annotated[
+        float | None,
+        typer.Option("--older-than", metavar="AGE", parser=parse_age, help="End those older than, say, 30s or 5m."),
+    ] = None,
+    prefix: Annotated[str, typer.Option("--prefix", metavar="P", help="End those whose rid begins so.")] = "",
+    instance: InstanceOption = None,
+    timeout: TimeoutOption = 30.0,
+    yes: YesOption = False,
+    json: JsonOption = False,
+) -> None:
+    """End requests; their clients get what was generated so far and finish_reason "abort".
+
+    It answers when the memory is back. Exit status 3 if a named request neither runs nor waits. Requests that are not
+    named are ended only after a question, or with --yes.
+    """
+    from llmserve.cli.rpc import Remote
+    from llmserve.runtime.messages import AbortReqInput, ListRequestsReqInput
+
+    console = console_of(ctx)
+    bulk = [everything, older_than is not None, bool(prefix)]
+    if sum(bulk) + bool(rids) != 1:
+        raise CommandError("name the requests to end, or give one of --all, --older-than and --prefix", ExitCode.USAGE)
+    with Remote.find(instance, timeout) as remote:
+        if not rids:
+            found = [info for answer in remote.each(ListRequestsReqInput()) for info in answer.requests]
+            chosen = {
+                info.rid
+                for info in found
+                if everything
+                or (older_than is not None and info.age_s > older_than)
+                or (prefix and info.rid.startswith(prefix))
+            }
+            confirm(console, f'abort {format.plural(len(chosen), "request")} of "{remote.record.name}"?', yes)
+        request = AbortReqInput(rids=tuple(rids or ()), prefix=prefix, older_than_s=older_than, everything=everything)
+        answers = remote.each(request)
+    aborted = sorted({rid for answer in answers for rid in answer.aborted})
+    missing = [rid for rid in dict.fromkeys(rids or ()) if all(rid in answer.not_found for answer in answers)]
+    if json:
+        console.json({"aborted": aborted, "not_found": missing})
+    else:
+        for word, names in (("aborted", aborted), ("not found", missing)):
+            if names:
+                console.table((word.upper(),), [(name,) for name in names])
+        if not aborted and not missing:
+            console.print("no request to abort")
+    if missing:
+        raise typer.Exit(ExitCode.NOT_FOUND)

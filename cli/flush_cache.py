@@ -1,0 +1,52 @@
+"""`llmserve flush-cache`: empties the prefix cache."""
+
+from typing import Annotated
+
+import typer
+
+from llmserve.cli import format
+from llmserve.cli.common import (
+    CommandError,
+    ExitCode,
+    InstanceOption,
+    JsonOption,
+    TimeoutOption,
+    YesOption,
+    confirm,
+    console_of,
+)
+
+
+def flush_cache(
+    ctx: typer.Context,
+    instance: InstanceOption = None,
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="Wait so long for what runs to end.")
+    ] = 0.0,
+    abort: Annotated[bool, typer.Option("--abort", help="End what runs first.")] = False,
+    timeout: TimeoutOption = 30.0,
+    yes: YesOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Empty the prefix cache.
+
+    While requests run it is refused (exit status 75), unless --wait or --abort says what to do about them.
+    """
+    from llmserve.cli.rpc import Remote
+    from llmserve.runtime.messages import FlushCacheReqInput
+
+    console = console_of(ctx)
+    if wait and abort:
+        raise CommandError("give --wait or --abort, not both", ExitCode.USAGE)
+    with Remote.find(instance, timeout + wait) as remote:
+        if abort:
+            confirm(console, f'abort all requests of "{remote.record.name}" and flush its cache?', yes)
+        answers = remote.each(FlushCacheReqInput(wait_s=wait, abort=abort))
+    pages = sum(answer.pages_freed for answer in answers)
+    freed = sum(answer.bytes_freed for answer in answers)
+    aborted = [rid for answer in answers for rid in answer.aborted]
+    if json:
+        console.json({"pages_freed": pages, "bytes_freed": freed, "aborted": aborted})
+        return
+    ended = f", {format.plural(len(aborted), 'request')} aborted" if aborted else ""
+    console.print(f"flushed {format.plural(pages, 'page')} ({format.size(freed)}){ended}")

@@ -1,0 +1,56 @@
+"""`llmserve ping`: the round trip to the scheduler, which also says that it takes steps."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from llmserve.cli.common import InstanceOption, JsonOption, TimeoutOption, console_of
+
+
+def ping(
+    ctx: typer.Context,
+    instance: InstanceOption = None,
+    count: Annotated[int, typer.Option("--count", "-c", metavar="N", min=1, help="How many times.")] = 1,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.0, help="How long to wait between two.")
+    ] = 0.0,
+    timeout: TimeoutOption = 10.0,
+    json: JsonOption = False,
+) -> None:
+    """Measure the round trip to the scheduler.
+
+    The answer comes from between two steps, so under load it takes up to one step.
+    """
+    from llmserve.cli.rpc import Remote
+    from llmserve.runtime.messages import PingReqInput
+
+    console = console_of(ctx)
+    times_ms: list[float] = []
+    with Remote.find(instance, timeout) as remote:
+        for number in range(count):
+            if number:
+                time.sleep(interval)
+            start = time.perf_counter()
+            answers = remote.each(PingReqInput())
+            times_ms.append((time.perf_counter() - start) * 1000)
+    times_ms.sort()
+    p50, p99 = (times_ms[min(count - 1, int(count * share))] for share in (0.50, 0.99))
+    if json:
+        console.json(
+            {
+                "instance": remote.record.name,
+                "count": count,
+                "min_ms": round(times_ms[0], 3),
+                "p50_ms": round(p50, 3),
+                "p99_ms": round(p99, 3),
+                "max_ms": round(times_ms[-1], 3),
+                "replicas": [{"state": answer.state, "step": answer.step} for answer in answers],
+            }
+        )
+    elif count == 1:
+        states = "; ".join(f"{answer.state}, step {answer.step}" for answer in answers)
+        console.print(f"PONG {times_ms[0]:.2f} ms ({states})")
+    else:
+        figures = {"min": times_ms[0], "p50": p50, "p99": p99, "max": times_ms[-1]}
+        console.print(f"{count} × PONG  " + "  ".join(f"{name} {value:.2f}" for name, value in figures.items()) + " ms")

@@ -1,0 +1,83 @@
+"""Calls to the running instance: one client a replica, straight to the schedulers' RPC sockets.
+
+The commands use it and nothing else of the RPC. Importing it loads zmq, so commands import it when they run.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from llmserve.cli import format
+from llmserve.cli.common import find_instance
+from llmserve.runtime.client import RpcClient, rpc_address
+from llmserve.runtime.messages import ControlRequest, RpcProgress
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from llmserve.cli.console import Console
+    from llmserve.runtime.instance import InstanceRecord
+
+AnswerT = TypeVar("AnswerT")
+OnProgress = Callable[[RpcProgress], None]
+
+
+class Remote:
+    """The schedulers of one instance, in the order of their dp_rank."""
+
+    def __init__(self, record: "InstanceRecord", timeout_s: float) -> None:
+        self.record = record
+        addresses = record.rpc_addresses or (rpc_address(record),)
+        self._clients = [RpcClient(address, timeout_s) for address in addresses]
+
+    @staticmethod
+    def find(instance: str | None, timeout_s: float) -> "Remote":
+        """The running instance called so, or the only one. Raises InstanceError."""
+        return Remote(find_instance(instance), timeout_s)
+
+    def each(
+        self, request: ControlRequest[AnswerT], on_progress: OnProgress | None = None, timeout_s: float | None = None
+    ) -> list[AnswerT]:
+        """Asks every replica the same and gives their answers. Raises RpcCallError."""
+        return [client.call(request, on_progress, timeout_s) for client in self._clients]
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+    def __enter__(self) -> "Remote":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ProgressReport:
+    """Shows the progress messages of a call: a bar on a terminal, a line a stage off it. Use with `with`."""
+
+    def __init__(self, console: "Console") -> None:
+        self._console = console
+        self._progress = console.progress()
+        self._bar = console.err.is_terminal
+        self._stages: dict[str, TaskID] = {}
+
+    def __enter__(self) -> OnProgress:
+        self._progress.start()
+        return self._show
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def _show(self, progress: RpcProgress) -> None:
+        if progress.stage not in self._stages:
+            if not self._bar:
+                self._console.note(progress.stage)
+            self._stages[progress.stage] = self._progress.add_task(progress.stage, amount="", total=None)
+        task, total = self._stages[progress.stage], progress.total or None
+        self._progress.update(task, completed=progress.done, total=total, amount=_amount(progress))
+
+
+def _amount(progress: RpcProgress) -> str:
+    write = format.size if progress.unit == "bytes" else lambda count: f"{format.number(count)} {progress.unit}".strip()
+    if progress.total:
+        return f"{write(progress.done)} of {write(progress.total)}"
+    return write(progress.done) if progress.done else ""

@@ -1,0 +1,89 @@
+"""`llmserve status`: one instance in depth."""
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import typer
+
+from llmserve.cli import format
+from llmserve.cli.common import InstanceOption, JsonOption, TimeoutOption, console_of
+from llmserve.cli.console import Console
+
+if TYPE_CHECKING:
+    from llmserve.runtime.instance import InstanceRecord
+    from llmserve.runtime.messages import GetStatusReqOutput, ProcessInfo
+
+NUMBERS = ("PID", "RSS", "CPU", "WEIGHTS", "DROPPED")
+
+
+def status(
+    ctx: typer.Context, instance: InstanceOption = None, timeout: TimeoutOption = 10.0, json: JsonOption = False
+) -> None:
+    """Show one instance in depth: load, memory, processes and the options in effect."""
+    from llmserve.cli.rpc import Remote
+    from llmserve.runtime.messages import GetStatusReqInput
+
+    console = console_of(ctx)
+    with Remote.find(instance, timeout) as remote:
+        answers = remote.each(GetStatusReqInput())
+    if json:
+        console.json(as_json(remote.record, answers))
+        return
+    for rank, answer in enumerate(answers):
+        if len(answers) > 1:
+            console.print(f"replica {rank}")
+        show(console, remote.record, answer)
+
+
+def as_json(record: "InstanceRecord", answers: list["GetStatusReqOutput"]) -> dict[str, Any]:
+    replicas = []
+    for answer in answers:
+        fields = msgspec.structs.asdict(answer)
+        fields["processes"] = [msgspec.structs.asdict(process) for process in answer.processes]
+        replicas.append(fields)
+    where = {name: getattr(record, name) for name in ("name", "pid", "host", "port", "version", "protocol", "log_path")}
+    return {"instance": where, "replicas": replicas}
+
+
+def show(console: Console, record: "InstanceRecord", answer: "GetStatusReqOutput") -> None:
+    total, used, cached = answer.kv_tokens_total, answer.kv_tokens_used, answer.kv_tokens_cached
+    share = f"{format.percent(used, total)} used, {format.percent(cached, total)} cached"
+    facts = {
+        "instance": f"{record.name} (pid {record.pid}, llmserve {record.version}, protocol {record.protocol})",
+        "address": f"http://{record.host}:{record.port}",
+        "model": f"{answer.model} (weights version {answer.weight_version})",
+        "state": f"{answer.state}, up {format.duration(answer.uptime_s)}, {answer.steps} steps",
+        "requests": f"{answer.running} running, {answer.waiting} waiting",
+        "kv pool": f"{total} tokens in pages of {answer.page_size}, {format.size(answer.kv_bytes_total)}: {share}",
+        "log": record.log_path or "-",
+    }
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        console.print(f"{name.ljust(width)}  {value}")
+    console.print()
+    console.table(
+        ("PROCESS", "PID", "RANK", "RSS", "CPU", "WEIGHTS", "DROPPED"),
+        [process_row(process) for process in answer.processes],
+        right=NUMBERS,
+    )
+    console.print()
+    console.table(("OPTION", "VALUE"), [(name, option(value)) for name, value in sorted(answer.options.items())])
+
+
+def process_row(process: "ProcessInfo") -> list[str]:
+    rank = f"tp{process.tp_rank} pp{process.pp_rank} dp{process.dp_rank}" if process.role == "scheduler" else "-"
+    return [
+        process.role,
+        str(process.pid),
+        rank,
+        format.size(process.rss_bytes),
+        f"{process.cpu_percent:.0f}%",
+        format.size(process.weight_bytes) if process.weight_bytes else "-",
+        str(process.dropped_messages),
+    ]
+
+
+def option(value: object) -> str:
+    if value is None:
+        return "(chosen by the model and the machine)"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

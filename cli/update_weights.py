@@ -1,0 +1,67 @@
+"""`llmserve update-weights`: swaps the weights of the running instance, or says why that would not work."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+
+from llmserve.cli import format
+from llmserve.cli.common import ExitCode, InstanceOption, JsonOption, TimeoutOption, YesOption, confirm, console_of
+from llmserve.runtime.messages import PauseMode, UpdateWeightReqInput, UpdateWeightReqOutput
+
+
+def update_weights(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="A directory, a .gguf file or a hub id: the same model, other weights.")],
+    instance: InstanceOption = None,
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf"],
+        typer.Option("--load-format", metavar="auto|safetensors|gguf", help="What kind of files to read."),
+    ] = "auto",
+    mode: Annotated[
+        PauseMode,
+        typer.Option(
+            "--mode",
+            metavar="drain|retract|abort",
+            help="What running requests do meanwhile: end first, wait and be computed again, or be aborted.",
+        ),
+    ] = "retract",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only compare, and print what differs.")] = False,
+    timeout: TimeoutOption = 600.0,
+    yes: YesOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Swap the weights of the running model without a restart.
+
+    The new checkpoint is checked and read while the old one serves; then the instance stops for the copy. Whatever
+    fails, the old weights go on serving. Ctrl-C before the copy leaves all as it is.
+    """
+    from llmserve.cli.rpc import ProgressReport, Remote
+
+    console = console_of(ctx)
+    path = str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model
+    request = UpdateWeightReqInput(model_path=path, load_format=load_format, mode=mode, dry_run=dry_run)
+    with Remote.find(instance, timeout) as remote:
+        if mode == "abort" and not dry_run:
+            confirm(console, f'abort all requests of "{remote.record.name}" and swap its weights?', yes)
+        with ProgressReport(console) as on_progress:
+            answers = remote.each(request, on_progress)
+    if json:
+        console.json([msgspec.structs.asdict(answer) for answer in answers])
+    else:
+        for answer in answers:
+            console.print(report(answer, dry_run))
+    if any(answer.differences for answer in answers):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def report(answer: UpdateWeightReqOutput, dry_run: bool) -> str:
+    if answer.differences:
+        return "\n".join([f"{answer.model_path} differs from the model that runs:", *answer.differences])
+    if dry_run:
+        return f"{answer.model_path} would be accepted ({format.size(answer.bytes)})"
+    return (
+        f"weights {answer.old_version} -> {answer.new_version}: {format.size(answer.bytes)} "
+        f"in {format.duration(answer.seconds)}, paused for {format.duration(answer.paused_s)}"
+    )

@@ -1,0 +1,343 @@
+"""The operators' commands against an instance whose scheduler is a table of answers."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_instance import FakeInstance, fresh_registry, request_info, run
+
+from llmserve.runtime.messages import (
+    AbortReqInput,
+    AbortReqOutput,
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    DrainReqInput,
+    DrainReqOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GetLoadReqInput,
+    GetLoadReqOutput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    ListRequestsReqInput,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    ProcessInfo,
+    RpcError,
+    RpcProgress,
+    UpdateWeightReqInput,
+    UpdateWeightReqOutput,
+)
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh_registry(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def fake(registry: None) -> Iterator[FakeInstance]:
+    with FakeInstance() as instance:
+        yield instance
+
+
+# ---- finding the instance ------------------------------------------------------------------------------------------
+
+
+def test_no_instance_is_exit_3() -> None:
+    result = run("ping")
+    assert (result.code, result.out) == (3, "")
+    assert "llmserve launch" in result.err
+
+
+def test_two_instances_need_a_name(fake: FakeInstance) -> None:
+    with FakeInstance("other"):
+        assert run("ping").code == 2
+        assert "fake, other" in run("ping").err
+        assert json.loads(run("ping", "-i", "other", "--json").out)["instance"] == "other"
+
+
+def test_the_name_may_come_from_the_environment(fake: FakeInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMSERVE_INSTANCE", "absent")
+    result = run("ping")
+    assert result.code == 3
+    assert '"absent"' in result.err
+
+
+def test_another_protocol_is_exit_76() -> None:
+    with FakeInstance(protocol=99):
+        result = run("ping")
+    assert result.code == 76
+    assert "99" in result.err
+
+
+def test_silence_is_exit_75(fake: FakeInstance) -> None:
+    fake.handlers[GetStatusReqInput] = lambda _: []
+    assert run("status", "--timeout", "0.2").code == 75
+
+
+# ---- ping ----------------------------------------------------------------------------------------------------------
+
+
+def test_ping(fake: FakeInstance) -> None:
+    assert run("ping").out.startswith("PONG ")
+    assert "(ready, step 7)" in run("ping").out
+    many = json.loads(run("ping", "--count", "20", "--json").out)
+    assert many["count"] == 20
+    assert 0 < many["min_ms"] <= many["p50_ms"] <= many["p99_ms"] <= many["max_ms"]
+    assert len(fake.requests) == 22
+
+
+# ---- requests ------------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_listed_oldest_first(fake: FakeInstance) -> None:
+    fake.running = [
+        request_info("young", age_s=1.5, state="waiting", output_tokens=0, ttft_s=None, tokens_per_s=0.0),
+        request_info("old", age_s=125.0, index=1, user="ann", retractions=2),
+    ]
+    result = run("requests")
+    header, old, young = result.out.splitlines()
+    assert header.split() == ["RID", "STATE", "AGE", "PROMPT", "CACHED", "OUTPUT", "TOK/S", "TTFT", "USER"]
+    assert old.split() == [
+        "old",
+        "#1",
+        "decode",
+        "(retracted",
+        "2×)",
+        "2m05s",
+        "100",
+        "64",
+        "50/200",
+        "12.5",
+        "250ms",
+        "ann",
+    ]
+    assert young.split() == ["young", "waiting", "1.5s", "100", "64", "0/200", "0.0", "-", "-"]
+    assert result.err == "1 running, 1 waiting\n"
+
+
+def test_prompt_text_only_when_asked_for(fake: FakeInstance) -> None:
+    fake.running = [request_info("a", text="the secret prompt")]
+    assert "secret" not in run("requests").out + run("requests", "--json").out
+    assert "secret" in run("requests", "--show-text").out
+    assert json.loads(run("requests", "--show-text", "--json").out)[0]["text"] == "the secret prompt"
+    assert [request.show_text for request in fake.requests if isinstance(request, ListRequestsReqInput)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_escape_codes_in_a_rid_are_shown(fake: FakeInstance) -> None:
+    fake.running = [request_info("\x1b]0;owned\x07")]
+    assert "\x1b" not in run("requests").out
+    assert "␛]0;owned␇" in run("requests").out
+
+
+# ---- abort ---------------------------------------------------------------------------------------------------------
+
+
+def test_abort_says_found_or_not_for_each_rid(fake: FakeInstance) -> None:
+    fake.handlers[AbortReqInput] = lambda _: AbortReqOutput(aborted=("a",), not_found=("b",))
+    result = run("abort", "a", "b")
+    assert result.code == 3
+    assert result.out.splitlines() == ["ABORTED", "a", "NOT FOUND", "b"]
+    assert fake.requests == [AbortReqInput(rids=("a", "b"))]
+    assert json.loads(run("abort", "a", "b", "--json").out) == {"aborted": ["a"], "not_found": ["b"]}
+
+
+def test_abort_of_named_requests_asks_nothing(fake: FakeInstance) -> None:
+    fake.handlers[AbortReqInput] = lambda _: AbortReqOutput(aborted=("a",))
+    assert run("abort", "a").code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        (["--all"], AbortReqInput(everything=True)),
+        (["--older-than", "5m"], AbortReqInput(older_than_s=300.0)),
+        (["--prefix", "batch-"], AbortReqInput(prefix="batch-")),
+    ],
+)
+def test_bulk_abort_asks_on_a_terminal_and_needs_yes_off_it(
+    fake: FakeInstance, options: list[str], sent: AbortReqInput
+) -> None:
+    fake.running = [request_info("batch-1", age_s=400.0), request_info("batch-1", index=1, age_s=400.0)]
+    fake.handlers[AbortReqInput] = lambda _: AbortReqOutput(aborted=("batch-1",))
+
+    def aborts() -> list[AbortReqInput]:
+        return [request for request in fake.requests if isinstance(request, AbortReqInput)]
+
+    assert run("abort", *options).code == 2
+    assert run("abort", *options, terminal=True, stdin="n\n").code == 1
+    assert aborts() == []
+    asked = run("abort", *options, terminal=True, stdin="y\n")
+    assert asked.code == 0
+    assert 'abort 1 request of "fake"? [y/N]' in asked.err
+    assert run("abort", *options, "--yes").code == 0
+    assert aborts() == [sent, sent]
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "--all"], ["--all", "--prefix", "p"], ["--older-than", "soon"]])
+def test_abort_refuses_what_is_not_one_choice(fake: FakeInstance, arguments: list[str]) -> None:
+    assert run("abort", *arguments).code == 2
+    assert fake.requests == []
+
+
+# ---- flush-cache ---------------------------------------------------------------------------------------------------
+
+
+def test_flush_reports_pages_and_bytes(fake: FakeInstance) -> None:
+    fake.handlers[FlushCacheReqInput] = lambda _: FlushCacheReqOutput(pages_freed=12, bytes_freed=3 << 20)
+    assert run("flush-cache").out == "flushed 12 pages (3.0 MiB)\n"
+    assert fake.requests == [FlushCacheReqInput()]
+    assert json.loads(run("flush-cache", "--wait", "5", "--json").out)["bytes_freed"] == 3 << 20
+    assert fake.requests[-1] == FlushCacheReqInput(wait_s=5.0)
+
+
+def test_flush_while_busy_is_exit_75_with_the_counts(fake: FakeInstance) -> None:
+    fake.handlers[FlushCacheReqInput] = lambda _: RpcError(code="busy", message="2 requests run and 1 waits")
+    result = run("flush-cache")
+    assert result.code == 75
+    assert "2 requests run and 1 waits" in result.err
+
+
+def test_flush_abort_is_confirmed(fake: FakeInstance) -> None:
+    fake.handlers[FlushCacheReqInput] = lambda _: FlushCacheReqOutput(pages_freed=1, bytes_freed=1, aborted=("a",))
+    assert run("flush-cache", "--abort").code == 2
+    assert fake.requests == []
+    assert run("flush-cache", "--abort", "--yes").out == "flushed 1 page (1 B), 1 request aborted\n"
+    assert run("flush-cache", "--abort", "--wait", "3").code == 2
+
+
+# ---- pause, resume, drain ------------------------------------------------------------------------------------------
+
+
+def test_pause_and_resume(fake: FakeInstance) -> None:
+    fake.handlers[PauseGenerationReqInput] = lambda _: PauseGenerationReqOutput(retracted=3)
+    fake.handlers[ContinueGenerationReqInput] = lambda _: ContinueGenerationReqOutput(resumed=3)
+    assert run("pause", "--mode", "retract").out == "paused, 3 retracted\n"
+    assert run("resume").out == "resumed, 3 requests waiting or running\n"
+    assert fake.requests == [PauseGenerationReqInput(mode="retract"), ContinueGenerationReqInput()]
+    assert run("pause", "--mode", "abort").code == 2
+    assert run("pause", "--mode", "drain").code == 0
+    assert fake.requests[-1] == PauseGenerationReqInput(mode="drain")
+
+
+def test_drain_waits_until_nothing_is_left(fake: FakeInstance) -> None:
+    left = iter([2, 1, 0])
+
+    def load(_: GetLoadReqInput) -> GetLoadReqOutput:
+        return GetLoadReqOutput(
+            state="draining",
+            running=next(left),
+            waiting=0,
+            kv_tokens_used=0,
+            kv_tokens_cached=0,
+            kv_tokens_total=1,
+        )
+
+    fake.handlers[DrainReqInput] = lambda _: DrainReqOutput(running=2, waiting=1)
+    fake.handlers[GetLoadReqInput] = load
+    assert run("drain").out == "drained\n"
+    assert next(left, None) is None
+    assert run("drain", "--no-wait").out == "draining, 3 requests left\n"
+
+
+def test_drain_that_takes_too_long_is_exit_75(fake: FakeInstance) -> None:
+    fake.handlers[DrainReqInput] = lambda _: DrainReqOutput(running=2, waiting=1)
+    result = run("drain", "--timeout", "0.3")
+    assert result.code == 75
+    assert "3 requests left after 0.3 s" in result.err
+
+
+# ---- update-weights ------------------------------------------------------------------------------------------------
+
+
+def test_update_weights_reports_the_swap(fake: FakeInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.handlers[UpdateWeightReqInput] = lambda request: [
+        RpcProgress(stage="reading", done=1, total=2, unit="bytes"),
+        RpcProgress(stage="reading", done=2, total=2, unit="bytes"),
+        RpcProgress(stage="copying"),
+        UpdateWeightReqOutput(
+            old_version=1, new_version=2, model_path=request.model_path, bytes=3 << 20, seconds=2.5, paused_s=0.125
+        ),
+    ]
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path)
+    result = run("update-weights", "new", "--load-format", "safetensors", "--mode", "drain")
+    assert result.out == "weights 1 -> 2: 3.0 MiB in 2.5s, paused for 125ms\n"
+    assert result.err == "reading\ncopying\n"
+    sent = UpdateWeightReqInput(model_path=str(tmp_path / "new"), load_format="safetensors", mode="drain")
+    assert fake.requests == [sent]
+
+
+def test_dry_run_prints_what_differs(fake: FakeInstance) -> None:
+    answer = UpdateWeightReqOutput(
+        old_version=1, new_version=1, model_path="org/other", differences=("lm_head.weight: [9, 4], not [8, 4]",)
+    )
+    fake.handlers[UpdateWeightReqInput] = lambda _: answer
+    result = run("update-weights", "org/other", "--dry-run")
+    assert result.code == 1
+    assert "lm_head.weight: [9, 4], not [8, 4]" in result.out
+    assert fake.requests == [UpdateWeightReqInput(model_path="org/other", dry_run=True)]
+
+
+def test_update_that_aborts_is_confirmed(fake: FakeInstance) -> None:
+    assert run("update-weights", "x", "--mode", "abort").code == 2
+    assert fake.requests == []
+
+
+def test_a_refused_update_is_the_servers_words(fake: FakeInstance) -> None:
+    fake.handlers[UpdateWeightReqInput] = lambda _: RpcError(code="invalid", message="it is a qwen2, not a llama")
+    result = run("update-weights", "x")
+    assert result.code == 2
+    assert "it is a qwen2, not a llama" in result.err
+
+
+# ---- status --------------------------------------------------------------------------------------------------------
+
+
+def test_status_shows_the_instance_in_depth(fake: FakeInstance) -> None:
+    fake.handlers[GetStatusReqInput] = lambda _: GetStatusReqOutput(
+        state="ready",
+        model="SmolLM2",
+        weight_version=3,
+        uptime_s=4000.0,
+        steps=99,
+        running=2,
+        waiting=1,
+        kv_tokens_total=1000,
+        kv_tokens_used=250,
+        kv_tokens_cached=500,
+        kv_bytes_total=5 << 20,
+        page_size=16,
+        processes=(ProcessInfo(role="scheduler", pid=42, rss_bytes=1 << 30, cpu_percent=99.4, weight_bytes=270 << 20),),
+        options={"port": 30000, "dtype": "auto", "max_model_len": None, "served_model_names": ["a", "b"]},
+    )
+    text = run("status").out
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert lines["model"].endswith("SmolLM2 (weights version 3)")
+    assert lines["state"].endswith("ready, up 1h06m, 99 steps")
+    assert "1000 tokens in pages of 16, 5.0 MiB: 25% used, 50% cached" in lines["kv pool"]
+    assert lines["scheduler"].split() == [
+        "scheduler",
+        "42",
+        "tp0",
+        "pp0",
+        "dp0",
+        "1.0",
+        "GiB",
+        "99%",
+        "270",
+        "MiB",
+        "0",
+    ]
+    assert lines["served_model_names"].endswith("a, b")
+    data = json.loads(run("status", "--json").out)
+    assert data["instance"]["name"] == "fake"
+    assert data["replicas"][0]["processes"][0]["pid"] == 42
+    assert data["replicas"][0]["options"]["port"] == 30000
