@@ -80,7 +80,7 @@ def wait_drained(console: Console, record: InstanceRecord, process: int, limit: 
         while not wait_gone(process, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 raise CommandError(
-                    f'"{record.name}" is still draining; it ends by its --drain-timeout, or now with `llmserve stop --now`',
+                    f'"{record.name}" is still draining; its --drain-timeout ends it, or `llmserve stop --now`',
                     ExitCode.BUSY,
                 )
             running, waiting = ask_load(record)

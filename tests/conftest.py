@@ -1,0 +1,46 @@
+"""Fixtures that more than one folder of tests uses: a real instance, shared by all tests that leave it as it was."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from instances import RunningInstance, launched, runtime_directory
+
+
+@pytest.fixture(scope="session")
+def runtime_root() -> Iterator[Path]:
+    """The runtime directory of the shared instances."""
+    root = runtime_directory()
+    yield root
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def own_root() -> Iterator[Path]:
+    """A runtime directory for one test, where no other instance runs."""
+    root = runtime_directory()
+    yield root
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama checkpoint of a few hundred kilobytes, with random weights and a tokenizer."""
+    from checkpoints import make_checkpoint
+
+    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def server(runtime_root: Path, tiny_model: Path) -> Iterator[RunningInstance]:
+    """A ready instance of the tiny model. Leave it as it was: everyone shares it."""
+    with launched(runtime_root, "tiny", str(tiny_model)) as instance:
+        yield instance
+
+
+@pytest.fixture(scope="session")
+def default_server(runtime_root: Path) -> Iterator[RunningInstance]:
+    """A ready instance of the default model. Leave it as it was: everyone shares it."""
+    with launched(runtime_root, "default") as instance:
+        yield instance

@@ -1,0 +1,156 @@
+"""Real instances for tests: `llmserve launch` in a subprocess, looked at and ended from outside as an operator would.
+
+Every instance of a test run lives under a runtime directory of its own, so that no test sees the developer's instances.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+LLMSERVE = str(Path(sys.executable).with_name("llmserve"))
+SECRET_VARIABLES = ("LLMSERVE_API_KEY", "LLMSERVE_ADMIN_API_KEY")
+
+
+def runtime_directory() -> Path:
+    """A new private directory for XDG_RUNTIME_DIR; short, because socket paths must be."""
+    return Path(tempfile.mkdtemp(prefix="llms-"))
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Returns once `condition` holds; fails the test after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def run_cli(root: Path, *arguments: str, seconds: float = 30, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `llmserve ARGUMENTS` to its end, off a terminal."""
+    return subprocess.run(
+        [LLMSERVE, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=environment_for(root, **environment),
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def environment_for(root: Path, **more: str) -> dict[str, str]:
+    """This process's environment with the runtime directory `root` and none of the developer's own settings."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LLMSERVE_")}
+    return {**inherited, "XDG_RUNTIME_DIR": str(root), **more}
+
+
+class RunningInstance:
+    """An instance that `launched` or a test has started. `process` is its main process, as a subprocess of ours."""
+
+    def __init__(self, root: Path, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.root = root
+        self.name = name
+        self.process = process
+        self.log = log
+        self.directory = root / "llmserve" / name
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the instance says of itself in its directory; empty before it does."""
+        try:
+            record: dict[str, Any] = json.loads((self.directory / "instance.json").read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return record
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.record['port']}"
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def child(self, role: str) -> psutil.Process:
+        """The child process of a role ("scheduler", "detokenizer"). Raises StopIteration when there is none."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if role in child.cmdline())
+
+    def processes(self) -> list[psutil.Process]:
+        """The main process and everything that it has started."""
+        main = psutil.Process(self.process.pid)
+        return [main, *main.children(recursive=True)]
+
+    def wait_ready(self, seconds: float = 30) -> None:
+        def ready_or_ended() -> bool:
+            return self.record.get("state") == "ready" or self.process.poll() is not None
+
+        wait_until(ready_or_ended, seconds, f"ready; its log:\n{self.log_text()}")
+        assert self.process.poll() is None, f"it ended with {self.process.returncode}; its log:\n{self.log_text()}"
+
+    def wait_ended(self, seconds: float) -> int:
+        """The exit code of the main process, which must end within so many seconds."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s; its log:\n{self.log_text()}") from None
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, **{"timeout": 20.0, **options})
+
+    def stop(self) -> None:
+        """Ends it at once and checks that nothing is left of it."""
+        if self.process.poll() is None:
+            processes = self.processes()
+            self.process.send_signal(signal.SIGQUIT)
+            self.wait_ended(10)
+            assert_gone(processes)
+            assert not self.directory.exists()
+
+
+def assert_gone(processes: list[psutil.Process], seconds: float = 5) -> None:
+    """Fails unless all of `processes` end within so many seconds; a zombie has ended."""
+    _, alive = psutil.wait_procs([process for process in processes if is_alive(process)], timeout=seconds)
+    assert not [process for process in alive if is_alive(process)], f"still alive: {alive}"
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def start(root: Path, name: str, *arguments: str, **environment: str) -> RunningInstance:
+    """Starts `llmserve launch ARGUMENTS --name NAME` on a free port and returns at once."""
+    log = root / f"{name}.log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [LLMSERVE, "launch", *arguments, "--name", name, "--port", "0"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=environment_for(root, **environment),
+            start_new_session=True,
+        )
+    return RunningInstance(root, name, process, log)
+
+
+@contextmanager
+def launched(root: Path, name: str, *arguments: str, **environment: str) -> Iterator[RunningInstance]:
+    """A ready instance, ended afterwards with a check that nothing is left of it."""
+    instance = start(root, name, *arguments, **environment)
+    try:
+        instance.wait_ready()
+        yield instance
+    finally:
+        instance.stop()
