@@ -1,4 +1,4 @@
-"""A request between the scheduler and the consumer of its rows: what has come and was not taken yet, in bounded memory."""
+"""A request between the scheduler and the consumer of its rows: what has come and was not taken, in bounded memory."""
 
 import asyncio
 from typing import Generic, TypeVar

@@ -347,7 +347,7 @@ class TokenizerManager:
 
     def _measure(self, row: StrRow | EmbeddingRow, request: AnyInFlight, now: float) -> None:
         metrics = self.metrics
-        outcome = row.finish and row.finish.type
+        outcome = None if row.finish is None else row.finish.type
         if isinstance(row, EmbeddingRow):
             outcome = outcome or "stop"
             metrics.queue.observe(row.queue_s)

@@ -1,0 +1,506 @@
+"""The TokenizerManager against a scheduler and a detokenizer that the test plays, over real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import small_tokenizers
+
+from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.detokenizer import Detokenizer
+from llmserve.runtime.engine.batch import int32_array, int32_bytes
+from llmserve.runtime.messages import (
+    FILL_CONTEXT,
+    AbortReqInput,
+    BatchEmbeddingOutput,
+    BatchTokenIDOutput,
+    EmbeddingReqInput,
+    EmbeddingRow,
+    FinishReason,
+    GenerateReqInput,
+    LogprobOptions,
+    Message,
+    SamplingParams,
+    SchedulerInput,
+    SchedulerMetrics,
+    StrRow,
+    TokenIDRow,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
+from llmserve.runtime.ports import PortArgs
+from llmserve.runtime.tokenizer import Tokenizer
+from llmserve.runtime.tokenizer_manager import RequestError, TokenizerManager
+from llmserve.runtime.wire import Pull, Push
+
+TOKENIZER = Tokenizer(small_tokenizers.byte_level(), {}, {})
+MAX_MODEL_LEN = 100
+LENGTH = FinishReason(type="length")
+ABORT = FinishReason(type="abort", message="the client has left")
+
+
+class FakeStack:
+    """The scheduler and the detokenizer of the manager under test."""
+
+    def __init__(self, ports: PortArgs) -> None:
+        self.inbox = Pull(ports.scheduler_input_ipc_name, SchedulerInput)
+        self.text = Push(ports.tokenizer_ipc_name)
+        self.metrics = Push(ports.metrics_ipc_name)
+        self.detokenizer = Detokenizer(TOKENIZER)
+
+    async def receive(self) -> Any:
+        """The next message of the manager."""
+        return await asyncio.wait_for(self.inbox.arecv(), 5)
+
+    async def receives_nothing(self) -> bool:
+        await asyncio.sleep(0.05)
+        return self.inbox.recv() is None
+
+    def send(self, *rows: TokenIDRow) -> None:
+        self.text.send(self.detokenizer.convert(BatchTokenIDOutput(rows=rows)))
+
+    def close(self) -> None:
+        for socket in (self.inbox, self.text, self.metrics):
+            socket.close()
+
+
+def row(rid: str, text: str, index: int = 0, finish: FinishReason | None = None, **fields: Any) -> TokenIDRow:
+    ids = TOKENIZER.encode(text)
+    fields = {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": len(ids), **fields}
+    return TokenIDRow(rid=rid, index=index, output_ids=int32_bytes(ids), finish=finish, **fields)
+
+
+def request(rid: str = "r", n: int = 1, **fields: Any) -> GenerateReqInput:
+    """A request whose sampling parameters may be among `fields`."""
+    params = {name: fields.pop(name) for name in SamplingParams.__struct_fields__ if name in fields}
+    fields = {"texts": () if "input_ids" in fields else ("Hello",), **fields}
+    return GenerateReqInput(rid=rid, n=n, sampling_params=SamplingParams(**{"max_new_tokens": 8, **params}), **fields)
+
+
+async def collect(manager: TokenizerManager, req: GenerateReqInput) -> list[StrRow]:
+    return [text_row async for text_row in manager.generate(req)]
+
+
+def started(manager: TokenizerManager, req: GenerateReqInput) -> "asyncio.Task[list[StrRow]]":
+    return asyncio.create_task(collect(manager, req))
+
+
+@pytest_asyncio.fixture
+async def manager(tmp_path: Path) -> AsyncIterator[TokenizerManager]:
+    config: Any = type("Config", (), {"vocab_size": 400, "max_position_embeddings": 1000})
+    checkpoint: Any = type("Checkpoint", (), {"config": config})
+    args = ServerArgs(model="test", seed=1, watchdog_timeout=0.2)
+    manager = TokenizerManager(args, PortArgs.init_new(tmp_path), checkpoint, TOKENIZER)
+    await manager.start()
+    manager.ready(max_model_len=MAX_MODEL_LEN)
+    yield manager
+    await manager.close()
+
+
+@pytest_asyncio.fixture
+async def stack(manager: TokenizerManager, tmp_path: Path) -> AsyncIterator[FakeStack]:
+    stack = FakeStack(PortArgs.init_new(tmp_path))
+    yield stack
+    stack.close()
+
+
+# ---- the way of a request ------------------------------------------------------------------------------------------
+
+
+async def test_a_request_is_tokenized_and_its_rows_come_back(manager: TokenizerManager, stack: FakeStack) -> None:
+    running = started(manager, request(stream=True, user="me", temperature=0.5, logprobs=LogprobOptions(top=2)))
+    sent = await stack.receive()
+    assert isinstance(sent, TokenizedGenerateReqInput)
+    assert int32_array(sent.prompts[0]).tolist() == TOKENIZER.encode("Hello")
+    assert (sent.rid, sent.n, sent.stream, sent.user, sent.text) == ("r", 1, True, "me", "Hello")
+    assert sent.sampling_params.temperature == 0.5
+    assert sent.logprobs == LogprobOptions(top=2)
+
+    stack.send(row("r", "one "))
+    stack.send(row("r", "two", finish=LENGTH))
+    rows = await running
+    assert "".join(text_row.text for text_row in rows) == "one two"
+    assert rows[-1].finish == LENGTH
+    assert manager.in_flight == 0
+
+
+async def test_choices_end_one_by_one(manager: TokenizerManager, stack: FakeStack) -> None:
+    running = started(manager, request(n=2, texts=("a", "b")))
+    assert len((await stack.receive()).prompts) == 2
+    for index in (3, 1, 0):
+        stack.send(row("r", str(index), index, LENGTH))
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    stack.send(row("r", "2", 2, LENGTH))
+    assert sorted((text_row.index, text_row.text) for text_row in await running) == [(n, str(n)) for n in range(4)]
+
+
+async def test_rows_of_one_batch_reach_their_own_requests(manager: TokenizerManager, stack: FakeStack) -> None:
+    running = [started(manager, request(rid)) for rid in "abc"]
+    for _ in running:
+        await stack.receive()
+    stack.send(*(row(rid, rid, finish=LENGTH) for rid in "cab"), row("unknown", "x", finish=LENGTH))
+    assert [[text_row.text for text_row in await task] for task in running] == [["a"], ["b"], ["c"]]
+
+
+async def test_rows_of_a_slow_consumer_are_merged(manager: TokenizerManager, stack: FakeStack) -> None:
+    async with aclosing(manager.generate(request(stream=True))) as rows:
+        first = asyncio.ensure_future(anext(rows))
+        await stack.receive()
+        stack.send(row("r", "0 "))
+        taken = [await first]
+        for number in range(1, 200):
+            stack.send(row("r", f"{number} "))
+        stack.send(row("r", "end", finish=LENGTH))
+        while manager.in_flight:
+            await asyncio.sleep(0.01)
+        taken += [text_row async for text_row in rows]
+    assert len(taken) < 20
+    text = "".join(text_row.text for text_row in taken)
+    assert text == "".join(f"{number} " for number in range(200)) + "end"
+    assert b"".join(text_row.output_ids for text_row in taken) == int32_bytes(
+        [token_id for part in [*(f"{n} " for n in range(200)), "end"] for token_id in TOKENIZER.encode(part)]
+    )
+
+
+async def test_a_long_text_is_tokenized_beside_the_loop(manager: TokenizerManager, stack: FakeStack) -> None:
+    manager.ready(max_model_len=100_000)
+    text = "The quick brown fox " * 1000
+    running = started(manager, request(texts=(text,)))
+    sent = await stack.receive()
+    assert int32_array(sent.prompts[0]).tolist() == TOKENIZER.encode(text)
+    assert len(sent.text) == 200
+    stack.send(row("r", "", finish=LENGTH))
+    await running
+
+
+async def test_embeddings(manager: TokenizerManager, stack: FakeStack) -> None:
+    running = asyncio.create_task(manager.embed(EmbeddingReqInput(rid="e", texts=("a", "b"), pooling="mean")))
+    sent = await stack.receive()
+    assert isinstance(sent, TokenizedEmbeddingReqInput)
+    assert (sent.pooling, len(sent.prompts)) == ("mean", 2)
+    vectors = [EmbeddingRow(rid="e", index=index, embedding=bytes([index] * 4), prompt_tokens=1) for index in (1, 0)]
+    for vector in vectors:
+        stack.text.send(BatchEmbeddingOutput(rows=(vector,)))
+    assert await running == vectors[::-1]
+    assert manager.in_flight == 0
+
+
+async def test_one_failed_prompt_fails_the_embedding(manager: TokenizerManager, stack: FakeStack) -> None:
+    running = asyncio.create_task(manager.embed(EmbeddingReqInput(rid="e", texts=("a",))))
+    await stack.receive()
+    full = FinishReason(type="error", status=503, message="the queue is full")
+    stack.text.send(
+        BatchEmbeddingOutput(rows=(EmbeddingRow(rid="e", index=0, embedding=b"", prompt_tokens=1, finish=full),))
+    )
+    with pytest.raises(RequestError, match="queue is full") as caught:
+        await running
+    assert caught.value.status == 503
+
+
+# ---- what the client leaves open -----------------------------------------------------------------------------------
+
+
+async def sent_params(manager: TokenizerManager, stack: FakeStack, **fields: Any) -> SamplingParams:
+    running = started(manager, request(**fields))
+    sent = await stack.receive()
+    running.cancel()
+    assert isinstance(await stack.receive(), AbortReqInput)
+    params: SamplingParams = sent.sampling_params
+    stack.send(*(row(sent.rid, "", index, ABORT) for index in range(sent.n * len(sent.prompts))))
+    while manager.in_flight:
+        await asyncio.sleep(0.001)
+    return params
+
+
+async def test_the_context_is_filled_when_no_maximum_is_given(manager: TokenizerManager, stack: FakeStack) -> None:
+    params = await sent_params(manager, stack, input_ids=((1,) * 30, (1,) * 40), max_new_tokens=FILL_CONTEXT)
+    assert params.max_new_tokens == MAX_MODEL_LEN - 40
+
+
+async def test_a_given_maximum_and_seed_are_kept(manager: TokenizerManager, stack: FakeStack) -> None:
+    params = await sent_params(manager, stack, max_new_tokens=7, seed=-1)
+    assert (params.max_new_tokens, params.seed) == (7, -1)
+
+
+async def test_requests_without_a_seed_get_different_ones(manager: TokenizerManager, stack: FakeStack) -> None:
+    seeds = {(await sent_params(manager, stack)).seed for _ in range(3)}
+    assert len(seeds) == 3
+    assert all(0 <= seed < 1 << 62 for seed in seeds)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("rid", {"rid": ""}),
+        ("rid", {"rid": "x" * 257}),
+        ("prompt", {"texts": ("",)}),
+        ("prompt", {"texts": ()}),
+        ("prompt", {"input_ids": ((),)}),
+        ("prompt", {"texts": ("a",), "input_ids": ((1,),)}),
+        ("prompt", {"input_ids": ((400,),)}),
+        ("prompt", {"input_ids": ((1, -1),)}),
+        ("prompt", {"input_ids": ((1,) * 100,)}),
+        ("prompt", {"texts": ("word " * 100_000,)}),
+        ("max_tokens", {"input_ids": ((1,) * 90,), "max_new_tokens": 11}),
+        ("max_tokens", {"max_new_tokens": 10**9}),
+        ("max_tokens", {"max_new_tokens": 0}),
+        ("max_tokens", {"max_new_tokens": -2}),
+        ("min_tokens", {"min_new_tokens": 9}),
+        ("min_tokens", {"min_new_tokens": 100, "max_new_tokens": FILL_CONTEXT}),
+        ("n", {"n": 0}),
+        ("n", {"n": 10**6}),
+        ("n", {"n": 128, "texts": ("a",) * 9}),
+        ("temperature", {"temperature": -0.1}),
+        ("temperature", {"temperature": float("nan")}),
+        ("temperature", {"temperature": float("inf")}),
+        ("top_p", {"top_p": 0.0}),
+        ("top_p", {"top_p": 1.1}),
+        ("top_k", {"top_k": -1}),
+        ("min_p", {"min_p": 1.5}),
+        ("presence_penalty", {"presence_penalty": 2.1}),
+        ("frequency_penalty", {"frequency_penalty": float("-inf")}),
+        ("repetition_penalty", {"repetition_penalty": 0.0}),
+        ("stop", {"stop": ("",)}),
+        ("stop", {"stop": ("x" * 257,)}),
+        ("stop", {"stop": ("x",) * 17}),
+        ("stop_token_ids", {"stop_token_ids": (400,)}),
+        ("stop_token_ids", {"stop_token_ids": (1,) * 129}),
+        ("seed", {"seed": 1 << 63}),
+        ("logit_bias", {"logit_bias": ((400, 1.0),)}),
+        ("logit_bias", {"logit_bias": ((1, 100.5),)}),
+        ("logit_bias", {"logit_bias": ((1, float("nan")),)}),
+        ("logit_bias", {"logit_bias": ((1, 0.0),) * 1025}),
+        ("top_logprobs", {"logprobs": LogprobOptions(top=10**6)}),
+        ("top_logprobs", {"logprobs": LogprobOptions(top=-1)}),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_by_name(
+    param: str, fields: dict[str, Any], manager: TokenizerManager, stack: FakeStack
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        await collect(manager, request(**fields))
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.type == "invalid_request_error"
+    assert manager.in_flight == 0
+    assert await stack.receives_nothing()
+
+
+async def test_the_limits_themselves_are_allowed(manager: TokenizerManager, stack: FakeStack) -> None:
+    for fields in (
+        {"input_ids": ((1,) * 90,), "max_new_tokens": 10},
+        {"input_ids": ((0, 399),), "temperature": 2.0, "top_p": 1.0, "min_p": 1.0, "stop": ("x" * 256,) * 16},
+        {"n": 128, "texts": ("a",) * 8},
+        {"logprobs": LogprobOptions(top=20, prompt=True), "max_new_tokens": 0, "logit_bias": ((399, -100.0),)},
+    ):
+        await sent_params(manager, stack, **fields)
+
+
+async def test_an_overlong_prompt_is_told_how_long_it_is(manager: TokenizerManager) -> None:
+    with pytest.raises(RequestError, match=r"has 150 tokens.*100 tokens") as caught:
+        await collect(manager, request(input_ids=((1,) * 150,)))
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_a_rid_in_flight_is_refused_and_free_again_after_its_end(
+    manager: TokenizerManager, stack: FakeStack
+) -> None:
+    first = started(manager, request())
+    await stack.receive()
+    with pytest.raises(RequestError) as caught:
+        await collect(manager, request())
+    assert (caught.value.status, caught.value.param) == (400, "rid")
+    stack.send(row("r", "first", finish=LENGTH))
+    assert (await first)[-1].text == "first"
+    second = started(manager, request())
+    await stack.receive()
+    stack.send(row("r", "second", finish=LENGTH))
+    assert (await second)[-1].text == "second"
+
+
+# ---- leaving, draining, failing ------------------------------------------------------------------------------------
+
+
+async def test_closing_an_unfinished_stream_aborts_it_once(manager: TokenizerManager, stack: FakeStack) -> None:
+    rows = manager.generate(request(n=2))
+    first = asyncio.ensure_future(anext(rows))
+    await stack.receive()
+    stack.send(row("r", "x", finish=LENGTH))
+    assert (await first).text == "x"
+    await rows.aclose()
+    assert (await stack.receive()).rids == ("r",)
+    with pytest.raises(RequestError, match="in flight"):
+        await collect(manager, request())  # the scheduler has not ended the old one
+    stack.send(row("r", "", 1, ABORT))
+    while manager.in_flight:
+        await asyncio.sleep(0.01)
+    assert await stack.receives_nothing()
+
+
+async def test_cancelling_before_the_first_row_aborts(manager: TokenizerManager, stack: FakeStack) -> None:
+    running = started(manager, request())
+    await stack.receive()
+    running.cancel()
+    assert (await stack.receive()).rids == ("r",)
+
+
+async def test_a_finished_stream_is_not_aborted(manager: TokenizerManager, stack: FakeStack) -> None:
+    async with aclosing(manager.generate(request())) as rows:
+        first = asyncio.ensure_future(anext(rows))
+        await stack.receive()
+        stack.send(row("r", "x", finish=LENGTH))
+        await first
+    assert await stack.receives_nothing()
+
+
+async def test_rows_of_an_abandoned_request_never_reach_its_successor(
+    manager: TokenizerManager, stack: FakeStack
+) -> None:
+    left = started(manager, request())
+    await stack.receive()
+    left.cancel()
+    await stack.receive()
+    stack.send(row("r", "old"), row("r", "", finish=ABORT))
+    while manager.in_flight:
+        await asyncio.sleep(0.01)
+    running = started(manager, request())
+    await stack.receive()
+    stack.send(row("r", "new", finish=LENGTH))
+    assert [text_row.text for text_row in await running] == ["new"]
+
+
+async def test_abort_by_rid_lets_the_consumer_see_it(manager: TokenizerManager, stack: FakeStack) -> None:
+    running = started(manager, request())
+    await stack.receive()
+    assert manager.abort("r")
+    assert not manager.abort("R")
+    assert (await stack.receive()).rids == ("r",)
+    stack.send(row("r", "", finish=ABORT))
+    (last,) = await running
+    assert last.finish == ABORT
+
+
+async def test_failing_ends_all_in_flight_with_503(manager: TokenizerManager, stack: FakeStack) -> None:
+    waiting = [started(manager, request(rid)) for rid in "abc"]
+    embedding = asyncio.create_task(manager.embed(EmbeddingReqInput(rid="e", texts=("a",))))
+    for _ in range(4):
+        await stack.receive()
+    stack.send(row("a", "partial"))
+    await asyncio.sleep(0.05)
+    manager.fail("the scheduler died")
+    for task in (*waiting, embedding):
+        with pytest.raises(RequestError, match="the scheduler died") as caught:
+            await asyncio.wait_for(task, 1)
+        assert caught.value.status == 503
+    with pytest.raises(RequestError, match="the scheduler died"):
+        await collect(manager, request())
+    assert manager.in_flight == 0
+    assert manager.healthy() == (False, "the scheduler died")
+
+
+async def test_draining_refuses_new_requests_and_finishes_the_others(
+    manager: TokenizerManager, stack: FakeStack
+) -> None:
+    running = started(manager, request())
+    await stack.receive()
+    manager.drain()
+    with pytest.raises(RequestError, match="draining") as caught:
+        await collect(manager, request("other"))
+    assert caught.value.status == 503
+    assert not manager.healthy()[0]
+    stack.send(row("r", "done", finish=LENGTH))
+    assert (await running)[-1].text == "done"
+
+
+async def test_a_scheduler_that_does_not_read_leads_to_503(manager: TokenizerManager) -> None:
+    tasks = []
+    for number in range(3000):  # nobody binds the scheduler's socket
+        tasks.append(started(manager, request(str(number))))
+        await asyncio.sleep(0)
+    refused = [task for task in tasks if task.done()]
+    assert refused
+    with pytest.raises(RequestError, match="keep up") as caught:
+        await refused[-1]
+    assert caught.value.status == 503
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---- health and metrics --------------------------------------------------------------------------------------------
+
+
+def metrics(**fields: Any) -> SchedulerMetrics:
+    names = [name for name in SchedulerMetrics.__struct_fields__ if name not in ("state", "processes", "requests")]
+    return SchedulerMetrics(**{**dict.fromkeys(names, 0), "state": "ready", **fields})
+
+
+async def seen(manager: TokenizerManager, stack: FakeStack, message: SchedulerMetrics) -> None:
+    stack.metrics.send(message)
+    while manager.scheduler_metrics != message:
+        await asyncio.sleep(0.005)
+
+
+async def test_health_follows_the_schedulers_steps(manager: TokenizerManager, stack: FakeStack) -> None:
+    assert manager.healthy() == (True, "ready")
+    for time in range(4):  # an idle scheduler that lives
+        await seen(manager, stack, metrics(time=float(time)))
+        await asyncio.sleep(0.08)
+        assert manager.healthy()[0]
+    for time in range(4):  # one that hangs with work at hand
+        await seen(manager, stack, metrics(time=10.0 + time, running=1))
+        await asyncio.sleep(0.08)
+    healthy, reason = manager.healthy()
+    assert not healthy
+    assert "made no step" in reason
+    await seen(manager, stack, metrics(time=20.0, running=1, steps_total=1))
+    assert manager.healthy()[0]
+    await asyncio.sleep(0.25)
+    assert "not been heard of" in manager.healthy()[1]
+
+
+async def test_a_paused_scheduler_is_healthy(manager: TokenizerManager, stack: FakeStack) -> None:
+    for time in range(4):
+        await seen(manager, stack, metrics(time=float(time), waiting=1, state="paused"))
+        await asyncio.sleep(0.08)
+    assert manager.healthy()[0]
+
+
+async def test_outcomes_and_latencies_are_counted(manager: TokenizerManager, stack: FakeStack) -> None:
+    running = started(manager, request(n=2))
+    await stack.receive()
+    stack.send(row("r", "a", 0, queue_s=0.002))
+    await asyncio.sleep(0.05)
+    stack.send(row("r", "bcd", 0, LENGTH), row("r", "", 1, ABORT))
+    await running
+    with pytest.raises(RequestError):
+        await collect(manager, request(n=0))
+    manager.drain()
+    with pytest.raises(RequestError):
+        await collect(manager, request())
+
+    found = manager.http_metrics()
+    expected = {"stop": 0, "length": 1, "abort": 1, "error": 0, "rejected": 1, "unavailable": 1}
+    assert found.outcomes == expected
+    assert sum(found.ttft.counts) == 1
+    assert sum(found.itl.counts) == len(TOKENIZER.encode("bcd"))
+    assert found.itl.sum == pytest.approx(0.05, rel=0.5)
+    assert sum(found.e2e.counts) == 1
+    assert found.queue.sum == pytest.approx(0.002)
+    assert found.processes[0].rss_bytes > 1 << 20
+
+
+async def test_a_message_that_is_not_for_the_front_is_ignored(manager: TokenizerManager, stack: FakeStack) -> None:
+    wrong: Message = AbortReqInput(rids=("r",))
+    running = started(manager, request())
+    await stack.receive()
+    stack.text.send(wrong)
+    stack.send(row("r", "fine", finish=LENGTH))
+    assert (await running)[-1].text == "fine"
