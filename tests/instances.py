@@ -119,8 +119,7 @@ class RunningInstance:
 
 def assert_gone(processes: list[psutil.Process], seconds: float = 5) -> None:
     """Fails unless all of `processes` end within so many seconds; a zombie has ended."""
-    _, alive = psutil.wait_procs([process for process in processes if is_alive(process)], timeout=seconds)
-    assert not [process for process in alive if is_alive(process)], f"still alive: {alive}"
+    wait_until(lambda: not any(map(is_alive, processes)), seconds, f"the end of {processes}")
 
 
 def is_alive(process: psutil.Process) -> bool:
