@@ -333,6 +333,7 @@ def _gemma(config: Json, common: Json) -> dict[str, Any] | None:
     if activation not in ("gelu_pytorch_tanh", "gelu") or None in ropes.values():
         return None
     version = {"gemma": 1, "gemma2": 2, "gemma3_text": 3}[config["model_type"]]
+    scalar = common["head_dim"] if version == 1 else config["query_pre_attn_scalar"]
     period = {1: 1, 2: 2, 3: config.get("sliding_window_pattern", 6)}[version]
     types = _layer_types(config, lambda i: bool((i + 1) % period))
     return {
@@ -351,7 +352,7 @@ def _gemma(config: Json, common: Json) -> dict[str, Any] | None:
         "activation": "gelu_tanh",
         "qkv_bias": config["attention_bias"],
         "output_bias": config["attention_bias"],
-        "attention_scale": (config.get("query_pre_attn_scalar") or common["head_dim"]) ** -0.5,
+        "attention_scale": scalar**-0.5,
         "attention_softcap": config.get("attn_logit_softcapping") if version == 2 else None,
         "logit_softcap": config.get("final_logit_softcapping"),
         "embedding_multiplier": common["hidden_size"] ** 0.5,
@@ -489,8 +490,6 @@ FAMILIES: dict[str, Family] = {
             "num_hidden_layers": 28,
             "num_attention_heads": 16,
             "num_key_value_heads": 16,
-            "query_pre_attn_scalar": None,
-            "sliding_window": None,
             "hidden_activation": None,
             "hidden_act": "gelu_pytorch_tanh",
         },
