@@ -26,7 +26,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
-        text = record.getMessage().translate(_CONTROL)
+        text = record.getMessage().strip().translate(_CONTROL)
         line = f"{moment}.{int(record.msecs):03d} {record.levelname.lower()} {self.role}: {text}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)

@@ -163,7 +163,9 @@ class HttpServer:
         self.app: ASGIApp | None = None
         config = uvicorn.Config(
             self._dispatch,
+            interface="asgi3",
             http=LimitedHttp,
+            proxy_headers=False,
             ws="none",
             lifespan="off",
             log_config=None,

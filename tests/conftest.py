@@ -28,9 +28,9 @@ def own_root() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama checkpoint of a few hundred kilobytes, with random weights and a tokenizer."""
-    from checkpoints import make_checkpoint
+    from checkpoints import make_tiny
 
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+    return make_tiny(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")
