@@ -5,7 +5,6 @@ It schedules nothing and remembers nothing of a request between steps but what l
 
 from concurrent.futures import Future
 from itertools import pairwise
-from typing import Protocol
 
 import msgspec
 import torch
@@ -26,19 +25,10 @@ from llmserve.runtime.engine.batch import (
 from llmserve.runtime.engine.forward import make_forward_batch
 from llmserve.runtime.engine.sampler import logprobs_of, sample
 from llmserve.runtime.messages import SamplingParams
+from llmserve.runtime.models.registry import CausalLM
 
 PROMPT_LOGPROB_ROWS = 128
 """Positions whose logits are made at once for prompt logprobs: float32 logits take 200 kB a position and more."""
-
-
-class CausalLM(Protocol):
-    """What a model must offer."""
-
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        """The final, normed hidden states [T, hidden] of tokens [T]."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [N, vocabulary] of final hidden states [N, hidden]."""
 
 
 class TpModelWorker:

@@ -1,4 +1,4 @@
-"""The operations that decoder layers are made of. Each has a reference in torch (reference.py), which says what it means.
+"""The operations that decoder layers are made of. Each has a reference in torch (reference.py), which says what it is.
 
 Where the CPU and a compiler allow, native kernels take over (csrc/); the results are the same but for rounding.
 """

@@ -28,7 +28,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
-    """GeGLU's product with the tanh approximation: gelu(gate) * up, where x is [..., 2 * I], gate before up; [..., I]."""
+    """GeGLU's product, tanh approximation: gelu(gate) * up, where x is [..., 2 * I], gate before up; [..., I]."""
     gate, up = x.float().chunk(2, -1)
     return (functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
@@ -36,7 +36,7 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
 def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding (Su et al., 2021) in the half-split layout of GPT-NeoX and Llama.
 
-    q [T, Hq, D], k [T, Hkv, D], positions [T]; cos_sin [max_position, R] holds cos in its first half and sin in its second.
+    q [T, Hq, D], k [T, Hkv, D], positions [T]; cos_sin [max_position, R] holds cos in its first half, sin in its second.
     R may be less than D: the dimensions from R on pass through.
     """
     cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, -1)

@@ -1,0 +1,104 @@
+"""Makes a worker: device and dtype, the model with its weights, a KV pool that fits, and a warm-up."""
+
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+from llmserve.runtime.attention.base import PageGeometry
+from llmserve.runtime.attention.select import make_attention
+from llmserve.runtime.config import ConfigError, ServerArgs
+from llmserve.runtime.engine.batch import WorkerInfo
+from llmserve.runtime.engine.memory import pool_tokens
+from llmserve.runtime.engine.weights import load_weights, weight_bytes
+from llmserve.runtime.engine.worker import TpModelWorker
+from llmserve.runtime.models.configs import ModelConfig
+from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.models.registry import build_model
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float, float, str], None]
+"""Called with (stage, done, total, unit)."""
+
+
+def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) -> TpModelWorker:
+    """Loads `checkpoint` and makes it ready to run steps. Raises ConfigError when the options do not fit here."""
+    device = choose_device(args.device)
+    if device.type == "cpu":
+        torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
+    config = checkpoint.config
+    dtype: torch.dtype = getattr(torch, config.dtype if args.dtype == "auto" else args.dtype)
+
+    longest = longest_sequence(args, config)
+
+    model = build_model(config, dtype, device, longest)
+    load_weights(model, checkpoint, lambda done, total: progress("weights", done, total, "bytes"))
+
+    geometry = PageGeometry(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=args.page_size,
+        dtype=dtype,
+        device=device,
+    )
+    info = plan_pool(args, config, geometry, longest, weight_bytes(model))
+    progress("kv pool", info.num_pages * info.page_size, info.num_pages * info.page_size, "tokens")
+    attention = make_attention(args.attention_backend, geometry, info.num_pages)
+    worker = TpModelWorker(model, attention, info, device)
+
+    progress("warm-up", 0, 1, "")
+    worker.warm_up()
+    progress("warm-up", 1, 1, "")
+    log.info(
+        "worker ready device=%s dtype=%s attention=%s kv_tokens=%d kv_bytes=%d",
+        device,
+        dtype,
+        type(attention).__name__,
+        info.num_pages * info.page_size,
+        attention.pool.nbytes,
+    )
+    return worker
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a --device option. Raises ConfigError when there is none of that kind."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu, or a CUDA build of torch")
+    return torch.device(name)
+
+
+def longest_sequence(args: ServerArgs, config: ModelConfig) -> int:
+    """Tokens that a sequence may have by the model and --max-model-len. Raises ConfigError where that asks too much."""
+    if args.max_model_len is not None and args.max_model_len > config.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {args.max_model_len}: the model allows {config.max_position_embeddings} positions at most"
+        )
+    return args.max_model_len or config.max_position_embeddings
+
+
+def plan_pool(
+    args: ServerArgs, config: ModelConfig, geometry: PageGeometry, longest: int, weight_bytes: int
+) -> WorkerInfo:
+    """What the worker offers; a sequence may not outgrow the pool. Raises ConfigError where --max-model-len would."""
+    num_pages = pool_tokens(args, longest, geometry) // args.page_size
+    total = num_pages * args.page_size
+    if args.max_model_len is not None and args.max_model_len > total:
+        raise ConfigError(
+            f"--max-model-len {args.max_model_len} does not fit into a KV pool of {total} tokens; "
+            "lower it, or raise --max-total-tokens"
+        )
+    return WorkerInfo(
+        vocab_size=config.vocab_size,
+        max_model_len=min(longest, total),
+        hidden_size=config.hidden_size,
+        eos_token_ids=config.eos_token_ids,
+        num_pages=num_pages,
+        page_size=args.page_size,
+        bytes_per_page=geometry.bytes_per_page,
+        weight_bytes=weight_bytes,
+    )
