@@ -1,0 +1,54 @@
+"""build_app: the HTTP application of one instance, made from what it depends on."""
+
+import importlib.metadata
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from llmserve.runtime.config import Secrets, ServerArgs
+from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.server import embeddings, errors, models, native, openai_chat, openai_completions, openapi, status
+from llmserve.runtime.server.auth import KeyPolicy
+from llmserve.runtime.server.context import Context
+from llmserve.runtime.server.frontdoor import Frontdoor
+from llmserve.runtime.tokenizer_manager import RequestError, TokenizerManager
+
+DOCUMENTED = (
+    openai_completions.CompletionRequest,
+    openai_completions.Completion,
+    openai_chat.ChatRequest,
+    openai_chat.ChatCompletion,
+    embeddings.EmbeddingRequest,
+    embeddings.EmbeddingList,
+    models.Model,
+    models.ModelList,
+    native.GenerateRequest,
+    native.Generated,
+    native.TokenizeRequest,
+    native.Tokens,
+    native.DetokenizeRequest,
+    native.Text,
+    status.Health,
+    status.ServerInfo,
+    errors.ErrorAnswer,
+)
+
+
+def build_app(
+    tokenizer_manager: TokenizerManager, args: ServerArgs, secrets: Secrets, checkpoint: Checkpoint
+) -> FastAPI:
+    """The routes over one TokenizerManager. No interactive documentation: its pages load scripts from elsewhere."""
+    context = Context(manager=tokenizer_manager, args=args, checkpoint=checkpoint)
+    app = FastAPI(
+        title="llmserve",
+        version=importlib.metadata.version("llmserve"),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={HTTPException: errors.on_http_exception, RequestError: errors.on_request_error},
+    )
+    for module in (openai_completions, openai_chat, embeddings, models, native, status):
+        module.add_routes(app, context)
+    app.add_middleware(Frontdoor, keys=KeyPolicy(args, secrets))
+    openapi.describe(app, DOCUMENTED)
+    return app

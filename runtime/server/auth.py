@@ -1,0 +1,62 @@
+"""Which key a path asks for. Every path asks for one, known or not, but the open ones named here.
+
+There are two keys. The API key opens everything but the admin paths, the admin key opens everything. Where no admin key
+is set the API key opens the admin paths too; where no key is set at all, nothing asks for one.
+"""
+
+import hmac
+from collections.abc import Iterable
+
+from llmserve.runtime.config import Secrets, ServerArgs
+from llmserve.runtime.tokenizer_manager import RequestError
+
+OPEN_PATHS = frozenset({"/health"})
+ADMIN_PATHS = frozenset(
+    {
+        "/flush_cache",
+        "/abort_request",
+        "/update_weights_from_disk",
+        "/pause_generation",
+        "/continue_generation",
+        "/get_load",
+    }
+)
+
+
+class KeyPolicy:
+    """Decides whether a request may enter, by its path and its Authorization header."""
+
+    def __init__(self, args: ServerArgs, secrets: Secrets) -> None:
+        self._api_keys = [key.encode() for key in (secrets.api_key, secrets.admin_api_key) if key]
+        self._admin_keys = [secrets.admin_api_key.encode()] if secrets.admin_api_key else self._api_keys
+        self._open = OPEN_PATHS if args.metrics_auth else OPEN_PATHS | {"/metrics"}
+        self._closed = secrets.api_key is not None
+
+    def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raises RequestError 401 when the request does not carry the key that its path asks for."""
+        if path in ADMIN_PATHS:
+            accepted = self._admin_keys
+        elif path in self._open or not self._closed:
+            return
+        else:
+            accepted = self._api_keys
+        if not accepted:
+            return
+        given = _bearer_token(headers)
+        if given is None:
+            raise _denied("no API key was given; send it as `Authorization: Bearer KEY`")
+        # No short cut: how long it takes must not tell how near a guess is.
+        if not sum(hmac.compare_digest(given, key) for key in accepted):
+            raise _denied("the API key that was given does not open this path")
+
+
+def _bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            return token.strip() if scheme.lower() == b"bearer" else None
+    return None
+
+
+def _denied(message: str) -> RequestError:
+    return RequestError(401, message, type="authentication_error", code="invalid_api_key")

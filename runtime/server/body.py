@@ -1,0 +1,78 @@
+"""JSON in and out: reads a body into its type, strictly; what is wrong is refused with 400 naming the parameter."""
+
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmserve.runtime.tokenizer_manager import RequestError
+
+T = TypeVar("T")
+
+Prompts = str | list[str | int | list[int]]
+"""A text, several texts, the token ids of one prompt, or of several: `split_prompts` tells which."""
+
+_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> RequestError:
+    """A request that can never be served as it is: status 400."""
+    return RequestError(400, message, param=param, type="invalid_request_error", code=code)
+
+
+async def read_json(request: Request, kind: type[T]) -> T:
+    """The body as `kind`. Raises RequestError 415 for another content type and 400 for anything that does not fit.
+
+    A browser sends JSON to another site only after asking (CORS), but text and forms without: hence no leniency here.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise RequestError(
+            415,
+            "the body must be JSON: send it with the header `Content-Type: application/json`",
+            type="invalid_request_error",
+            code="unsupported_content_type",
+        )
+    try:
+        return msgspec.json.decode(await request.body(), type=kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise invalid(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise invalid("the body is not JSON that can be read: it is nested too deep") from None
+
+
+def json_response(answer: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(answer), status_code=status, media_type="application/json")
+
+
+def split_prompts(prompts: Prompts, param: str) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """The texts, or else the token ids, of each prompt. Raises RequestError 400 for an empty list or a mixed one."""
+    if isinstance(prompts, str):
+        return (prompts,), ()
+    if not prompts:
+        raise invalid(f"{param} must not be empty", param)
+    texts = tuple(item for item in prompts if isinstance(item, str))
+    ids = tuple(item for item in prompts if isinstance(item, int))
+    lists = tuple(tuple(item) for item in prompts if isinstance(item, list))
+    if len(prompts) not in (len(texts), len(ids), len(lists)):
+        raise invalid(f"{param} must be a string, or a list of strings, of token ids, or of lists of token ids", param)
+    return texts, (ids,) if ids else lists
+
+
+def _explained(text: str) -> RequestError:
+    """msgspec says where: "Expected `int`, got `str` - at `$.messages[0].role`"."""
+    found = _PATH.search(text)
+    path = found["path"] if found else ""
+    message = text[: found.start()] if found else text
+    if field := _FIELD.match(message):
+        param = f"{path}.{field['field']}" if path else field["field"]
+        if "unknown" in message:
+            return invalid(f"unknown parameter: {param}", param, "unknown_parameter")
+        return invalid(f"missing required parameter: {param}", param, "missing_required_parameter")
+    where = f"{path}: " if path else ""
+    return invalid(where + message[0].lower() + message[1:], path or None, "invalid_type")

@@ -1,0 +1,41 @@
+"""What the routes depend on, given to them by build_app; there is no module state."""
+
+import dataclasses
+import time
+
+from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.tokenizer import Tokenizer
+from llmserve.runtime.tokenizer_manager import RequestError, TokenizerManager
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    manager: TokenizerManager
+    args: ServerArgs
+    checkpoint: Checkpoint
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    """Unix seconds, the `created` of the model."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.manager.tokenizer
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.args.served_model_names or (self.checkpoint.name,)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with, the first one where none is asked for. Raises RequestError 404 for any other."""
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise RequestError(
+                404,
+                f"the model {name!r} is not served here; served: {served}",
+                param="model",
+                type="invalid_request_error",
+                code="model_not_found",
+            )
+        return name

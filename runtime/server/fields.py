@@ -1,0 +1,147 @@
+"""The parameters that both OpenAI APIs take, and what becomes of those that are not supported.
+
+A parameter is honoured or refused by name. Those that OpenAI's clients send with a value that asks for nothing
+("tools": []) are accepted with that value only. `null` means absent, as it does for OpenAI. Ranges are the
+TokenizerManager's business.
+"""
+
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from llmserve.runtime.messages import FILL_CONTEXT, UNSEEDED, SamplingParams
+from llmserve.runtime.server.body import invalid
+
+T = TypeVar("T")
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The sampling parameters that have the same name everywhere."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = None
+
+
+class OpenAIFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a completion and a chat completion have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    rid: str | None = None
+    """The name of the request for `llmserve abort` and in the log; the answer's `id`. Made up where there is none."""
+
+    # Refused unless neutral: see UNSUPPORTED.
+    response_format: object = None
+    store: object = None
+    service_tier: object = None
+    prediction: object = None
+    # They change nothing about an answer, here or at OpenAI.
+    metadata: object = None
+    prompt_cache_key: object = None
+    safety_identifier: object = None
+
+
+class Unsupported(NamedTuple):
+    neutral: tuple[object, ...]
+    instead: str
+
+
+UNSUPPORTED: dict[str, Unsupported] = {
+    "response_format": Unsupported(({"type": "text"},), "only text is generated, without a grammar or a schema"),
+    "store": Unsupported((False,), "completions are not stored"),
+    "service_tier": Unsupported(("auto", "default"), "there is one service tier"),
+    "prediction": Unsupported((), "predicted outputs are not supported"),
+    "suffix": Unsupported(("",), "the text after the completion cannot be given"),
+    "tools": Unsupported(([],), "tool calls are not supported"),
+    "tool_choice": Unsupported(("none",), "tool calls are not supported"),
+    "parallel_tool_calls": Unsupported((True, False), "tool calls are not supported"),
+    "functions": Unsupported(([],), "function calls are not supported"),
+    "function_call": Unsupported(("none",), "function calls are not supported"),
+    "modalities": Unsupported((["text"],), "only text is generated"),
+    "audio": Unsupported((), "only text is generated"),
+    "web_search_options": Unsupported((), "the web is not searched"),
+    "reasoning_effort": Unsupported(("none",), "the effort of reasoning cannot be set"),
+    "verbosity": Unsupported(("medium",), "the verbosity cannot be set"),
+}
+
+
+def refuse_unsupported(body: msgspec.Struct) -> None:
+    """Raises RequestError 400 for the first field of `body` that asks for something in UNSUPPORTED."""
+    for name in body.__struct_fields__:
+        rule = UNSUPPORTED.get(name)
+        if rule is None:
+            continue
+        value = getattr(body, name)
+        if value is not None and value not in rule.neutral:
+            raise invalid(f"{name} is not supported with this value: {rule.instead}", name, "unsupported_parameter")
+
+
+def check_stream_options(body: OpenAIFields) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is only allowed when stream is true", "stream_options")
+
+
+def wants_usage(body: OpenAIFields) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def check_max_tokens(value: int | None, name: str = "max_tokens") -> None:
+    if value is not None and value < 1:
+        raise invalid(f"{name} is {value}; it must be 1 or more", name)
+
+
+def sampling_params(body: SamplingFields, max_tokens: int | None, min_tokens: int | None) -> SamplingParams:
+    """The sampling parameters of a request, with OpenAI's defaults.
+
+    `max_tokens` None means all that the context has room for. -1 turns `top_k` off as 0 does, because clients of other
+    servers send it.
+    """
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return SamplingParams(
+        max_new_tokens=given(max_tokens, FILL_CONTEXT),
+        min_new_tokens=given(min_tokens, 0),
+        temperature=given(body.temperature, 1.0),
+        top_p=given(body.top_p, 1.0),
+        top_k=0 if body.top_k == -1 else given(body.top_k, 0),
+        min_p=given(body.min_p, 0.0),
+        presence_penalty=given(body.presence_penalty, 0.0),
+        frequency_penalty=given(body.frequency_penalty, 0.0),
+        repetition_penalty=given(body.repetition_penalty, 1.0),
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=given(body.ignore_eos, False),
+        seed=given(body.seed, UNSEEDED),
+        logit_bias=_logit_bias_pairs(body.logit_bias),
+    )
+
+
+def _logit_bias_pairs(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
+    """JSON has string keys only: {"50256": -100}."""
+    try:
+        return tuple((int(token_id), value) for token_id, value in (bias or {}).items())
+    except ValueError:
+        raise invalid("the keys of logit_bias must be token ids", "logit_bias") from None

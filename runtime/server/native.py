@@ -1,0 +1,213 @@
+"""The native routes: POST /generate, /tokenize and /detokenize.
+
+/generate takes SGLang's body: `text` or `input_ids`, one prompt or several, and a `sampling_params` object. One choice
+is answered as an object, several (several prompts, or n above 1) as a list, prompt by prompt. A stream's events hold
+what is new.
+"""
+
+import asyncio
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from llmserve.runtime.messages import GenerateReqInput, LogprobOptions, StrRow
+from llmserve.runtime.server.body import Prompts, invalid, json_response, read_json, split_prompts
+from llmserve.runtime.server.context import Context
+from llmserve.runtime.server.fields import SamplingFields, check_max_tokens, given, sampling_params
+from llmserve.runtime.server.generation import collect, request_id, text_of
+from llmserve.runtime.server.logprobs import (
+    NativeLogprob,
+    native_logprobs,
+    native_top_logprobs,
+    token_ids,
+    unpack,
+)
+from llmserve.runtime.server.openapi import operation
+from llmserve.runtime.server.sse import EventStream, frame
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+class NativeSamplingParams(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: NativeSamplingParams = NativeSamplingParams()
+    rid: str | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    logprob_start_len: int = -1
+    """-1: logprobs of the output; 0: of the prompt too."""
+    user: str = ""
+
+
+class GenerateMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Token counts are totals so far. `finish_reason` is null until the choice has ended."""
+
+    id: str
+    index: int
+    finish_reason: dict[str, int | str] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    input_token_logprobs: list[NativeLogprob] | None = None
+    input_top_logprobs: list[list[NativeLogprob]] | None = None
+    output_token_logprobs: list[NativeLogprob] | None = None
+    output_top_logprobs: list[list[NativeLogprob]] | None = None
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMeta
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | list[str]
+    add_special_tokens: bool = True
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Lists of them where `prompt` was a list."""
+
+    tokens: list[int | list[int]]
+    count: int | list[int]
+    max_model_len: int
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[int | list[int]]
+    skip_special_tokens: bool = True
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True):
+    """A list where `tokens` was a list of lists."""
+
+    text: str | list[str]
+
+
+def add_routes(app: FastAPI, context: Context) -> None:
+    @app.post("/generate", openapi_extra=operation(GenerateRequest, Generated))
+    async def generate(request: Request) -> Response:
+        body = await read_json(request, GenerateRequest)
+        req, several = await _generate_request(context, body)
+        rows = context.manager.generate(req)
+        writer = _NativeWriter(context, req)
+        if body.stream:
+            return EventStream(rows, writer)
+        answers = [writer.answer(choice) for choice in await collect(rows)]
+        return json_response(answers if several else answers[0])
+
+    @app.post("/tokenize", openapi_extra=operation(TokenizeRequest, Tokens))
+    async def tokenize(request: Request) -> Response:
+        body = await read_json(request, TokenizeRequest)
+        limit = context.manager.limits.max_model_len
+        if isinstance(body.prompt, str):
+            ids = (await context.manager.tokenize([body.prompt], body.add_special_tokens))[0]
+            return json_response(Tokens(tokens=list(ids), count=len(ids), max_model_len=limit))
+        prompts = await context.manager.tokenize(body.prompt, body.add_special_tokens)
+        return json_response(
+            Tokens(tokens=[list(ids) for ids in prompts], count=[*map(len, prompts)], max_model_len=limit)
+        )
+
+    @app.post("/detokenize", openapi_extra=operation(DetokenizeRequest, Text))
+    async def detokenize(request: Request) -> Response:
+        body = await read_json(request, DetokenizeRequest)
+        _, prompts = split_prompts([*body.tokens], "tokens")
+        vocab_size = context.manager.limits.vocab_size
+        if bad := [token_id for ids in prompts for token_id in ids if not 0 <= token_id < vocab_size]:
+            raise invalid(f"token id {bad[0]} is not in the vocabulary: ids are 0 to {vocab_size - 1}", "tokens")
+        texts = await asyncio.to_thread(
+            lambda: [context.tokenizer.decode(ids, body.skip_special_tokens) for ids in prompts]
+        )
+        return json_response(Text(text=texts if isinstance(body.tokens[0], list) else texts[0]))
+
+
+async def _generate_request(context: Context, body: GenerateRequest) -> tuple[GenerateReqInput, bool]:
+    """What to ask of the TokenizerManager, and whether the answer is a list."""
+    if (body.text is None) == (body.input_ids is None):
+        raise invalid("give either text or input_ids", "text")
+    params = body.sampling_params
+    check_max_tokens(params.max_new_tokens, "max_new_tokens")
+    if body.logprob_start_len not in (-1, 0):
+        raise invalid("logprob_start_len must be -1 (the output only) or 0 (from the start)", "logprob_start_len")
+    if not body.return_logprob and (body.top_logprobs_num or body.logprob_start_len == 0):
+        param = "top_logprobs_num" if body.top_logprobs_num else "logprob_start_len"
+        raise invalid(f"{param} is only allowed when return_logprob is true", param)
+    prompts: Prompts = body.text if isinstance(body.text, str) else [*(body.text or body.input_ids or [])]
+    texts, ids = split_prompts(prompts, "input_ids" if body.text is None else "text")
+    wants_prompt = body.return_logprob and body.logprob_start_len == 0
+    if wants_prompt and texts:
+        texts, ids = (), await context.manager.tokenize(texts)
+    n = given(params.n, 1)
+    req = GenerateReqInput(
+        rid=request_id(body.rid, "gen-"),
+        texts=texts,
+        input_ids=ids,
+        sampling_params=sampling_params(
+            params, given(params.max_new_tokens, DEFAULT_MAX_NEW_TOKENS), params.min_new_tokens
+        ),
+        n=n,
+        logprobs=LogprobOptions(top=body.top_logprobs_num, prompt=wants_prompt) if body.return_logprob else None,
+        stream=body.stream,
+        skip_special_tokens=given(params.skip_special_tokens, True),
+        user=body.user,
+    )
+    one_prompt = isinstance(body.text, str) or (body.input_ids is not None and isinstance(body.input_ids[0], int))
+    return req, n > 1 or not one_prompt
+
+
+class _NativeWriter:
+    """Writes the rows of one request as events, or those of a choice as one answer."""
+
+    def __init__(self, context: Context, req: GenerateReqInput) -> None:
+        self._req = req
+        self._tokenizer = context.tokenizer
+
+    def chunk(self, row: StrRow) -> bytes:
+        return frame(msgspec.json.encode(self.answer([row])))
+
+    def last(self) -> bytes:
+        return b""
+
+    def answer(self, rows: list[StrRow]) -> Generated:
+        """What consecutive rows of a choice say; counts are the last one's."""
+        last = rows[-1]
+        output = [entry for row in rows if row.logprobs for entry in unpack(token_ids(row.output_ids), row.logprobs)]
+        prompt_ids = self._req.input_ids[last.index // self._req.n] if self._req.input_ids else ()
+        prompt = [entry for row in rows if row.prompt_logprobs for entry in unpack(prompt_ids, row.prompt_logprobs)]
+        tokenizer, top = self._tokenizer, self._req.logprobs is not None and self._req.logprobs.top > 0
+        return Generated(
+            text=text_of(rows),
+            output_ids=[token_id for row in rows for token_id in token_ids(row.output_ids)],
+            meta_info=GenerateMeta(
+                id=last.rid,
+                index=last.index,
+                finish_reason=_finish_reason(last),
+                prompt_tokens=last.prompt_tokens,
+                completion_tokens=last.completion_tokens,
+                cached_tokens=last.cached_tokens,
+                input_token_logprobs=native_logprobs(tokenizer, prompt) if prompt else None,
+                input_top_logprobs=native_top_logprobs(tokenizer, prompt) if prompt and top else None,
+                output_token_logprobs=native_logprobs(tokenizer, output) if self._req.logprobs else None,
+                output_top_logprobs=native_top_logprobs(tokenizer, output) if top else None,
+            ),
+        )
+
+
+def _finish_reason(row: StrRow) -> dict[str, int | str] | None:
+    """As SGLang writes it: {"type": "length", "length": 16}, {"type": "stop", "matched": …}, {"type": "abort", …}."""
+    finish = row.finish
+    if finish is None:
+        return None
+    if finish.type == "length":
+        return {"type": "length", "length": row.completion_tokens}
+    if finish.type == "stop":
+        return {"type": "stop"} if finish.matched is None else {"type": "stop", "matched": finish.matched}
+    return {"type": finish.type, "message": finish.message}

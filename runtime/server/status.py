@@ -1,0 +1,94 @@
+"""What says how the server is: GET /health, /metrics and /server_info."""
+
+import importlib.metadata
+
+import msgspec
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from llmserve.runtime.messages import PROTOCOL_VERSION, SchedulerMetrics
+from llmserve.runtime.metrics import CONTENT_TYPE, exposition
+from llmserve.runtime.server.body import json_response
+from llmserve.runtime.server.context import Context
+from llmserve.runtime.server.openapi import operation
+from llmserve.runtime.tokenizer_manager import TokenizerManager
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """`status` is "ok", or why the instance does not serve."""
+
+    status: str
+
+
+class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """As of the scheduler's last metrics, at most about a second ago."""
+
+    time: float
+    weight_version: int
+    uptime_s: float
+    running: int
+    waiting: int
+    kv_tokens_total: int
+    kv_tokens_used: int
+    kv_tokens_cached: int
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`options` are the ServerArgs in effect, which hold no secrets."""
+
+    version: str
+    protocol: int
+    state: str
+    model: str
+    served_model_names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    options: dict[str, object]
+    scheduler: SchedulerLoad | None
+
+
+def add_routes(app: FastAPI, context: Context) -> None:
+    manager = context.manager
+    version = importlib.metadata.version("llmserve")
+
+    @app.get("/health", openapi_extra=operation(answer=Health))
+    async def health() -> Response:
+        """200 while the instance serves, paused or not; 503 while it drains or when its scheduler is stuck."""
+        healthy, why = manager.healthy()
+        return json_response(Health(status="ok" if healthy else why), 200 if healthy else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """All metrics in Prometheus' text format."""
+        text = exposition(manager.http_metrics(), manager.scheduler_metrics)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+    @app.get("/server_info", openapi_extra=operation(answer=ServerInfo))
+    async def server_info() -> Response:
+        """What runs here, with which options, and how busy it is."""
+        return json_response(
+            ServerInfo(
+                version=version,
+                protocol=PROTOCOL_VERSION,
+                state=_state(manager),
+                model=context.checkpoint.name,
+                served_model_names=context.model_names,
+                max_model_len=manager.limits.max_model_len,
+                vocab_size=manager.limits.vocab_size,
+                options=msgspec.to_builtins(context.args),
+                scheduler=_scheduler_load(manager.scheduler_metrics),
+            )
+        )
+
+
+def _state(manager: TokenizerManager) -> str:
+    """The scheduler knows whether it is paused, the manager everything else."""
+    if manager.state == "ready" and manager.scheduler_metrics is not None:
+        return manager.scheduler_metrics.state
+    return manager.state
+
+
+def _scheduler_load(metrics: SchedulerMetrics | None) -> SchedulerLoad | None:
+    if metrics is None:
+        return None
+    return SchedulerLoad(**{name: getattr(metrics, name) for name in SchedulerLoad.__struct_fields__})
