@@ -34,7 +34,7 @@ from llmserve.runtime.scheduler.snapshot import Snapshots
 
 log = logging.getLogger(__name__)
 
-MESSAGES_PER_TURN = 256
+MESSAGES_PER_TURN = 64
 METRICS_INTERVAL_S = 0.5
 HEARTBEAT_S = 1.0
 BACKLOG_WAIT_S = 0.01
@@ -64,8 +64,8 @@ class Control(Protocol):
     def handle(self, message: ControlReqInput) -> None:
         """A control message that came through the pipeline."""
 
-    def poll(self) -> None:
-        """Called once a turn, between steps: reads new calls and answers those that can be answered now."""
+    def poll(self) -> bool:
+        """Called once a turn: reads new calls and answers those that can be answered now. Whether there were any."""
 
 
 class Scheduler:
@@ -124,14 +124,14 @@ class Scheduler:
     def turn(self) -> bool:
         """One turn; at most one step is begun in it. Whether anything happened: if not, the caller may wait."""
         received = self._receive()
-        if self.control is not None:
-            self.control.poll()
-        self._end_what_must()
+        called = self.control is not None and self.control.poll()
+        ended = self._end_what_must()
         submitted = self._submit()
+        expired = self._expire()
         applied = self._apply(wait=not submitted or len(self._in_flight) >= self._depth)
         self._send()
         self._report()
-        return received or submitted or applied
+        return received or called or ended or submitted or expired or applied
 
     def _receive(self) -> bool:
         for count in range(MESSAGES_PER_TURN):
@@ -162,18 +162,14 @@ class Scheduler:
             log.info("request refused rid=%s status=%d reason=%s", message.rid, reason.status, reason.message)
             self.results.refuse(message, reason)
 
-    def _end_what_must(self) -> None:
-        """Reaps what was aborted and what has waited too long, and carries out a pause that takes the memory away."""
-        came_before = self.now() - self.args.queue_timeout
-        for request in self.table.waiting:
-            if request.arrival > came_before:
-                break
-            if request.first_run is None:
-                request.abort_reason = failure(503, f"waited in the queue for {self.args.queue_timeout:g} s")
-        self.results.reap()
+    def _end_what_must(self) -> bool:
+        """Reaps what was aborted, and carries out a pause that takes the memory away."""
+        reaped = self.results.reap()
         if self.pause_mode == "retract" and not self._in_flight:
             for request in tuple(self.table.running):
                 self.results.retract(request)
+                reaped = True
+        return reaped
 
     def _submit(self) -> bool:
         """Plans the next step and hands it to the worker. False when there is nothing to run now."""
@@ -192,6 +188,19 @@ class Scheduler:
         self._in_flight.append(Step(shares, self.worker.submit(plan), began))
         self._rested = False
         return True
+
+    def _expire(self) -> bool:
+        """Ends what has waited too long and could not start now either."""
+        timeout_s = self.args.queue_timeout
+        came_before = self.now() - timeout_s
+        expired = False
+        for request in self.table.waiting:
+            if request.arrival > came_before:
+                break
+            if request.first_run is None:
+                request.ending = failure(503, f"the request has waited in the queue for {timeout_s:g} s")
+                expired = True
+        return expired and self.results.reap()
 
     def _apply(self, wait: bool) -> bool:
         """Applies the oldest step, if it is done or if `wait`."""
@@ -286,5 +295,5 @@ class Scheduler:
 
     def _mark(self, requests: list[Request], message: str) -> None:
         for request in requests:
-            if request.abort_reason is None:
-                request.abort_reason = FinishReason(type="abort", message=message)
+            if request.ending is None:
+                request.ending = FinishReason(type="abort", message=message)

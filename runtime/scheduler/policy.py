@@ -42,7 +42,7 @@ class Policy:
         shares: list[Share] = []
         budget, expected = self._chunk, self._expected
         for request in tuple(self._table.running):
-            if request.lease is None or request.abort_reason is not None:  # retracted just now, or about to end
+            if request.lease is None or request.ending is not None:  # retracted just now, or about to end
                 continue
             decodes = request.pending == 1
             count = 1 if decodes else min(request.pending, budget)
@@ -68,6 +68,8 @@ class Policy:
     def _take_from_queue(self, now: float, budget: int) -> list[Share]:
         shares: list[Share] = []
         kv, running = self._kv, self._table.running
+        if not self._table.waiting or len(running) >= self._max_running or budget <= 0:
+            return shares
         spare = kv.available - sum(self._still_needed(request) for request in running)
         for request in self._candidates():
             if budget <= 0 or len(running) >= self._max_running:

@@ -38,11 +38,11 @@ class Request:
     """
 
     __slots__ = (
-        "abort_reason",
         "arrival",
         "cached",
         "computed",
         "decoder",
+        "ending",
         "first_run",
         "first_token",
         "group",
@@ -107,8 +107,8 @@ class Request:
         """Submitted steps whose results are not applied."""
         self.lease: Lease | None = None
         """Its pages, while it runs."""
-        self.abort_reason: FinishReason | None = None
-        """Set: it is to end as soon as nothing of it is in flight."""
+        self.ending: FinishReason | None = None
+        """Set: it is to end for this reason as soon as nothing of it is in flight."""
         self.cached = 0
         """Prompt tokens that its first start took from the prefix cache."""
         self.retractions = 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmserve.runtime.cache.kv_cache import KVCache
+from llmserve.runtime.cache.pages import IntegrityError
 from llmserve.runtime.cache.radix import ELEMENT_BYTES
 from llmserve.runtime.engine.batch import (
     RowResult,
@@ -67,7 +68,10 @@ class Results:
     # ---- a step's result -----------------------------------------------------------------------------------------
 
     def apply(self, step: Step, now: Callable[[], float]) -> None:
-        """Waits for a submitted step and applies its result. Raises WorkerDied; all else ends requests at most."""
+        """Waits for a submitted step and applies its result.
+
+        Raises WorkerDied, and IntegrityError where pages were mixed up; all else ends only the requests it concerns.
+        """
         try:
             results = step.handle.result().rows
             if len(results) != len(step.shares):
@@ -84,16 +88,19 @@ class Results:
             share.request.in_flight -= 1
             try:
                 self._apply_row(share, result, time)
+            except IntegrityError:
+                raise
             except Exception as error:
                 log.exception("request failed rid=%s index=%d", share.request.rid, share.request.index)
-                self.finish(share.request, failure(500, f"internal error ({type(error).__name__})"))
+                self._fail(share.request, f"internal error ({type(error).__name__})")
 
     def _one_at_a_time(self, shares: list[Share], error: Exception) -> tuple[RowResult, ...]:
         """The results of a failed step, each row run alone: one that fails again, or that was alone, is an error."""
         results = []
         for share in shares:
             try:
-                if len(shares) == 1:
+                # Alone already, or a later step has read what this one should have written.
+                if len(shares) == 1 or share.request.in_flight > 1:
                     raise error
                 row = share.request.row(share.start, share.length)
                 results.append(self._worker.submit(StepPlan(rows=(row,))).result().rows[0])
@@ -105,9 +112,10 @@ class Results:
 
     def _apply_row(self, share: Share, result: RowResult, time: float) -> None:
         request, end = share.request, share.start + share.length
+        if request.ending is not None:
+            return
         if result.error:
-            # Its KV may be anything, so `computed` stays, and nothing of this step enters the prefix cache.
-            self.finish(request, failure(500, result.error))
+            self._fail(request, result.error)
             return
         assert request.lease is not None
         request.computed = end
@@ -120,7 +128,7 @@ class Results:
             self._kv.commit(request.lease, request.tokens, end)
         if end >= request.prompt_len:
             request.want_prompt_logprobs = False
-        if request.abort_reason is not None or end < request.known:
+        if end < request.known:
             return
         if not request.draws:
             self.finish(request, FinishReason(type="stop" if request.pooling else "length"))
@@ -171,6 +179,15 @@ class Results:
         self._table.remove(request)
         log.debug("request ended rid=%s index=%d reason=%s", request.rid, request.index, reason.type)
 
+    def _fail(self, request: Request, message: str) -> None:
+        """Ends a choice whose result is unusable: `computed` stays, so nothing of it enters the prefix cache."""
+        request.ending = failure(500, message)
+        # What was gathered may be what is wrong.
+        request.logprobs = None
+        request.new_logprobs.clear()
+        if not request.in_flight:
+            self.finish(request, request.ending)
+
     def retract(self, request: Request) -> None:
         """Takes the pages of a running choice and puts it back into the queue. No step may be in flight for it."""
         assert request.lease is not None
@@ -201,11 +218,12 @@ class Results:
                 for i in range(len(message.prompts) * message.n)
             ]
 
-    def reap(self) -> None:
-        """Ends what is marked for abortion, but for choices with a step in flight: they are reaped after its result."""
-        for request in [r for r in self._table if r.abort_reason is not None and not r.in_flight]:
-            assert request.abort_reason is not None
-            self.finish(request, request.abort_reason)
+    def reap(self) -> bool:
+        """Ends all that is to end and has no step in flight. Whether there was any."""
+        ending = [(request, request.ending) for request in self._table if request.ending and not request.in_flight]
+        for request, reason in ending:
+            self.finish(request, reason)
+        return bool(ending)
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
