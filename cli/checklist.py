@@ -1,5 +1,6 @@
 """How a start is shown: a checklist on a terminal, log lines off it. Both are a LaunchObserver of runtime/launch.py."""
 
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from llmserve.cli.format import duration, size
+from llmserve.cli.format import duration, plural, size
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +44,17 @@ class Checklist:
         self._with_key = with_key
         self._background = background
         self._stages: dict[str, Stage] = {}
+        self._over = False
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=10)
-        self._live.start()
 
     def progress(self, stage: str, done: float, total: float, unit: str) -> None:
-        line = self._stages.setdefault(stage, Stage())
+        line = self._line(stage)
         line.done, line.total, line.unit = done, total, unit
         if total and done >= total:
             line.result = finished(line)
 
     def stage(self, name: str, detail: str) -> None:
-        self._stages.setdefault(name, Stage()).result = detail
+        self._line(name).result = detail
 
     def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None:
         pool = self._stages.get("kv pool")
@@ -65,8 +66,20 @@ class Checklist:
         self._console.print(curl_line(address, model, self._with_key), soft_wrap=True, style="cyan", markup=False)
         self._console.print()
 
+    def draining(self, in_flight: int) -> None:
+        if in_flight:
+            self._console.print(f"\nDraining: {plural(in_flight, 'request')} left. Ctrl-C again ends it at once.")
+        else:
+            self._console.print("\nEnding.")
+
     def close(self) -> None:
+        self._over = True
         self._live.stop()
+
+    def _line(self, name: str) -> Stage:
+        if not self._stages:
+            self._live.start()
+        return self._stages.setdefault(name, Stage())
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 1))
@@ -76,10 +89,11 @@ class Checklist:
         for name in dict.fromkeys((*STAGES, *self._stages)):
             line = self._stages.get(name)
             if line is None:
-                table.add_row(" ", Text(name, "dim"), "")
+                if not self._over:
+                    table.add_row(" ", Text(name, "dim"), "")
             elif line.result is not None:
                 table.add_row(Text("✓", "green"), name, Text(line.result))
-            elif self._live.is_started:
+            elif not self._over:
                 table.add_row(Spinner("dots", style="cyan"), name, running(line))
             else:
                 table.add_row(Text("✗", "red"), name, running(line))
@@ -110,6 +124,9 @@ class LogLines:
         known = " ".join(f"{name}={value}" for name, value in facts.items())
         log.info("ready address=%s model=%s %s", address, model, known)
 
+    def draining(self, in_flight: int) -> None:
+        """The stack logs it."""
+
     def close(self) -> None:
         """Nothing to leave."""
 
@@ -135,6 +152,10 @@ def running(line: Stage) -> RenderableType:
 
 def curl_line(address: str, model: str, with_key: bool) -> str:
     """A request to paste into a shell. The key itself is never shown."""
-    key = ' -H "Authorization: Bearer $LLMSERVE_API_KEY"' if with_key else ""
-    body = f'{{"model": "{model}", "prompt": "The capital of France is", "max_tokens": 16}}'
-    return f"curl {address}/v1/completions{key} \\\n  -H 'Content-Type: application/json' \\\n  -d '{body}'"
+    lines = (
+        f"curl {address}/v1/completions",
+        *(['  -H "Authorization: Bearer $LLMSERVE_API_KEY"'] if with_key else []),
+        "  -H 'Content-Type: application/json'",
+        f"""  -d '{{"model": {json.dumps(model)}, "max_tokens": 16,\n       "prompt": "The capital of France is"}}'""",
+    )
+    return " \\\n".join(lines)

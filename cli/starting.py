@@ -105,6 +105,9 @@ class Relay:
     def failed(self, text: str, exit_code: int) -> None:
         self._write("failed", text, exit_code)
 
+    def draining(self, in_flight: int) -> None:
+        """The stack logs it."""
+
     def close(self) -> None:
         """The pipe stays open: why the start failed is still to be told."""
 

@@ -25,6 +25,7 @@ from llmserve.runtime.ports import PortArgs
 
 log = logging.getLogger(__name__)
 
+CONFIG_EXIT_CODE = 78
 PR_SET_NAME = 15
 PR_SET_PDEATHSIG = 1
 STACKS_SIGNAL = signal.SIGUSR1
@@ -120,8 +121,8 @@ def main() -> int:
         setup_logging(role, init.args.log_level)
         run(init, report)
     except ConfigError as error:
-        report.error(str(error), exit_code=78)
-        return 78
+        report.error(str(error), CONFIG_EXIT_CODE)
+        return CONFIG_EXIT_CODE
     except Exception as error:
         log.exception("failed role=%s", role)
         report.error(f"{type(error).__name__}: {error}")

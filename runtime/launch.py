@@ -49,6 +49,9 @@ class LaunchObserver(Protocol):
     def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None:
         """The instance serves `model` at `address`; `facts` are what the scheduler says of itself."""
 
+    def draining(self, in_flight: int) -> None:
+        """It was asked to end and finishes so many requests first."""
+
     def close(self) -> None:
         """The start is over, well or not: leave the terminal as it was. May be called twice."""
 
@@ -61,6 +64,8 @@ class SilentObserver:
     def stage(self, name: str, detail: str) -> None: ...
 
     def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None: ...
+
+    def draining(self, in_flight: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -109,7 +114,9 @@ class Stack:
         scheduler = self._spawn("scheduler", "llmserve.runtime.scheduler.process", scheduler_environment(args))
         detokenizer = self._spawn("detokenizer", "llmserve.runtime.detokenizer", LIGHT_ENVIRONMENT)
         self.checkpoint = await in_thread(hub.resolve, args.model, args.load_format)
-        self.observer.stage("model", describe_model(self.checkpoint))
+        config = self.checkpoint.config
+        log.info("found model path=%s", self.checkpoint.path)
+        self.observer.stage("model", f"{self.checkpoint.name} ({config.model_type}, {self.checkpoint.format})")
         self.instance.update(
             model=self.checkpoint.path,
             served_model_names=args.served_model_names or (self.checkpoint.name,),
@@ -196,6 +203,7 @@ class Stack:
         """Refuses new requests, waits up to drain_timeout for those in flight, and returns how many are left."""
         timeout = self.args.drain_timeout
         log.info("draining timeout_s=%g in_flight=%d", timeout, self.tokenizer_manager.in_flight)
+        self.observer.draining(self.tokenizer_manager.in_flight)
         self.tokenizer_manager.drain()
         self.instance.update(state="draining")
         deadline = time.monotonic() + timeout
@@ -271,9 +279,3 @@ def scheduler_environment(args: ServerArgs) -> dict[str, str]:
     """OpenMP reads its number of threads when torch is imported: one for each core that we may use, or --threads."""
     threads = args.threads or len(os.sched_getaffinity(0))
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-
-
-def describe_model(checkpoint: hub.Checkpoint) -> str:
-    """`SmolLM2-135M-Instruct (llama, gguf) from /models/x.gguf`."""
-    config = checkpoint.config
-    return f"{checkpoint.name} ({config.model_type}, {checkpoint.format}) from {checkpoint.path}"

@@ -5,9 +5,12 @@ Owns the format and the level; where stderr leads (a terminal, a file, a journal
 
 import logging
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
+
+import platformdirs
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
@@ -43,6 +46,22 @@ def setup_logging(role: str, level: str) -> logging.StreamHandler:  # type: igno
     for chatty in ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "urllib3", "uvicorn"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, LEVELS[level]))
     return handler
+
+
+def kept_log(name: str) -> Path:
+    """Where the log of an instance goes that failed: its own directory is removed with it."""
+    return platformdirs.user_log_path("llmserve") / f"{name}.log"
+
+
+def keep_log(path: Path, name: str) -> Path | None:
+    """Moves a log to where `kept_log` says; returns that, or None when it cannot be written there."""
+    kept = kept_log(name)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, kept)
+    except OSError:
+        return None
+    return kept
 
 
 def stderr_to_file(path: Path) -> None:

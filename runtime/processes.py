@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from llmserve.runtime.child import STACKS_SIGNAL, ChildInit, Failed, Ready, Status
+from llmserve.runtime.child import CONFIG_EXIT_CODE, STACKS_SIGNAL, ChildInit, Failed, Ready, Status
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +126,8 @@ class ChildProcess:
 
 def describe_end(child: ChildProcess, code: int) -> str:
     """Why a child ended, in words for the user."""
+    if child.failure is not None and child.failure.exit_code == CONFIG_EXIT_CODE:
+        return child.failure.message  # the user's to correct, whoever noticed
     if child.failure is not None:
         return f"the {child.role} failed: {child.failure.message}"
     if code >= 0:

@@ -21,10 +21,11 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from llmserve.runtime.child import CONFIG_EXIT_CODE
 from llmserve.runtime.config import ConfigError, Secrets, ServerArgs
 from llmserve.runtime.instance import list_instances
 from llmserve.runtime.launch import LaunchError, LaunchObserver, Stack, in_thread
-from llmserve.runtime.logs import stderr_to_file
+from llmserve.runtime.logs import keep_log, stderr_to_file
 from llmserve.runtime.server.errors import error_response
 from llmserve.runtime.tokenizer_manager import RequestError
 
@@ -63,8 +64,8 @@ async def serve(
 ) -> int:
     """run_server, once the port is ours and a loop runs."""
     stack = Stack(args, observer)
+    log_path = stack.instance.directory / LOG_FILE
     if log_to_file:
-        log_path = stack.instance.directory / LOG_FILE
         stack.instance.update(log_path=str(log_path))
         stderr_to_file(log_path)
 
@@ -91,7 +92,8 @@ async def serve(
             return await until_asked(stack, asked, http)
         except LaunchError as error:
             log.error("failed reason=%s", error)
-            raise
+            kept = keep_log(log_path, args.name) if log_to_file and error.exit_code != CONFIG_EXIT_CODE else None
+            raise LaunchError(f"{error}; the log is in {kept}" if kept else str(error), error.exit_code) from None
         finally:
             await http.close(GRACE_S)
             await stack.stop()
