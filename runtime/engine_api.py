@@ -1,0 +1,332 @@
+"""Engine: the serving stack for Python code, without HTTP: offline batches, benchmarks, programs of one's own.
+
+    with Engine() as engine:
+        print(engine.generate("Hello", max_new_tokens=16).text)
+
+The stack lives in an event loop of its own, in a thread. A method and its `async_` twin hand the same coroutine to that
+loop; one waits for it, the other awaits it, so both work from any thread and from inside any running loop.
+"""
+
+import asyncio
+import atexit
+import concurrent.futures
+import itertools
+import logging
+import os
+import threading
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, Literal, Self, TypeVar, overload
+
+import msgspec
+import numpy as np
+
+from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.launch import Stack
+from llmserve.runtime.messages import (
+    EmbeddingReqInput,
+    GenerateReqInput,
+    SamplingParams,
+    StrRow,
+)
+from llmserve.runtime.models import hub
+from llmserve.runtime.outputs import Chunk, Embedding, Generation, checked, chunk_of
+from llmserve.runtime.tokenizer import Tokenizer
+from llmserve.runtime.tokenizer_manager import RequestError
+
+__all__ = ["Chunk", "Embedding", "Engine", "Generation", "RequestError", "SamplingParams"]
+
+log = logging.getLogger(__name__)
+
+A = TypeVar("A")
+T = TypeVar("T")
+Prompt = str | list[int]
+"""A text, or token ids."""
+Prompts = list[str] | list[list[int]]
+Pooling = Literal["mean", "last"]
+
+REQUEST_OPTIONS = {"n", "rid", "logprobs", "add_special_tokens", "skip_special_tokens", "user"}
+
+_numbers = itertools.count()
+
+
+class Engine:
+    """A running model. The constructor returns when it serves; `shutdown`, or leaving `with`, ends it.
+
+    Requests raise RequestError: status 400 where they can never be served, 503 where the engine cannot serve now.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        """`model`: a directory, a .gguf file or a hub id; None is the default model. `options`: see config.ServerArgs.
+
+        Raises ConfigError, InstanceError or LaunchError when it cannot start.
+        """
+        defaults = {"name": f"engine-{os.getpid()}-{next(_numbers)}", "port": 0, "log_level": "warning"}
+        self._args = ServerArgs.validated(model=model or hub.default_model(), **{**defaults, **options})
+        self._stack: Stack | None = None
+        self._supervision: asyncio.Task[None] | None = None
+        self._closing = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="llmserve-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.shutdown)
+        try:
+            self._wait(self._start())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @classmethod
+    async def create(cls, model: str | None = None, **options: Any) -> Self:
+        """The constructor for use in a running loop, which goes on meanwhile."""
+        return await asyncio.to_thread(cls, model, **options)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._running().tokenizer_manager.tokenizer
+
+    # ---- generate --------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Generation: ...
+    @overload
+    def generate(self, prompt: Prompts, params: SamplingParams | None = None, **options: Any) -> list[Generation]: ...
+    def generate(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Any:
+        """Continues a prompt, or each one of a list; as many run at once as the engine takes.
+
+        `options` are n, rid, user, logprobs (how many of the likeliest tokens to tell; None: no logprobs),
+        add_special_tokens, skip_special_tokens, and the fields of SamplingParams, which win over those of `params`.
+        """
+        return self._wait(self._generate(prompt, params, options))
+
+    @overload
+    async def async_generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Generation: ...
+    @overload
+    async def async_generate(
+        self, prompt: Prompts, params: SamplingParams | None = None, **options: Any
+    ) -> list[Generation]: ...
+    async def async_generate(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Any:
+        """`generate`, awaited. Cancelling it aborts the requests."""
+        return await self._await(self._generate(prompt, params, options))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Chunk]:
+        """Continues one prompt and yields what is new as it comes. Leaving the iterator before its end aborts it."""
+        chunks = self._stream(generate_request(prompt, params, options, stream=True))
+        try:
+            while (chunk := self._wait(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self._wait(chunks.aclose())
+
+    async def async_stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Chunk]:
+        """`stream` as an async iterator."""
+        chunks = self._stream(generate_request(prompt, params, options, stream=True))
+        try:
+            while (chunk := await self._await(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            await self._await(chunks.aclose())
+
+    async def _generate(self, prompt: Any, params: SamplingParams | None, options: dict[str, Any]) -> Any:
+        if _is_one(prompt):
+            return await self._collect(generate_request(prompt, params, options))
+        name = options.get("rid") or uuid.uuid4().hex
+        requests = [
+            generate_request(each, params, {**options, "rid": f"{name}-{number}"}) for number, each in enumerate(prompt)
+        ]
+        return await self._each(self._collect, requests, choices=options.get("n", 1))
+
+    async def _collect(self, request: GenerateReqInput) -> Generation:
+        rows: dict[int, list[StrRow]] = {}
+        async with aclosing(self._running().tokenizer_manager.generate(request)) as stream:
+            async for row in stream:
+                rows.setdefault(row.index, []).append(checked(row))
+        return Generation(rid=request.rid, choices=[chunk_of(rows[index]) for index in sorted(rows)])
+
+    async def _stream(self, request: GenerateReqInput) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(self._running().tokenizer_manager.generate(request)) as stream:
+            async for row in stream:
+                yield chunk_of([checked(row)])
+
+    # ---- embed, abort ----------------------------------------------------------------------------------------------
+
+    @overload
+    def embed(self, prompt: Prompt, pooling: Pooling = "last", normalize: bool = True) -> Embedding: ...
+    @overload
+    def embed(self, prompt: Prompts, pooling: Pooling = "last", normalize: bool = True) -> list[Embedding]: ...
+    def embed(self, prompt: Any, pooling: Pooling = "last", normalize: bool = True) -> Any:
+        """The vector of a prompt, or of each one of a list: its last token's final hidden state, or the mean of all."""
+        return self._wait(self._embed(prompt, pooling, normalize))
+
+    @overload
+    async def async_embed(self, prompt: Prompt, pooling: Pooling = "last", normalize: bool = True) -> Embedding: ...
+    @overload
+    async def async_embed(
+        self, prompt: Prompts, pooling: Pooling = "last", normalize: bool = True
+    ) -> list[Embedding]: ...
+    async def async_embed(self, prompt: Any, pooling: Pooling = "last", normalize: bool = True) -> Any:
+        """`embed`, awaited."""
+        return await self._await(self._embed(prompt, pooling, normalize))
+
+    async def _embed(self, prompt: Any, pooling: Pooling, normalize: bool) -> Any:
+        if _is_one(prompt):
+            return await self._embed_one(prompt, pooling, normalize)
+
+        async def embed(each: Prompt) -> Embedding:
+            return await self._embed_one(each, pooling, normalize)
+
+        return await self._each(embed, prompt, choices=1)
+
+    async def _embed_one(self, prompt: Prompt, pooling: Pooling, normalize: bool) -> Embedding:
+        request = EmbeddingReqInput(rid=uuid.uuid4().hex, pooling=pooling, normalize=normalize, **_prompts(prompt))
+        (row,) = await self._running().tokenizer_manager.embed(request)
+        return Embedding(vector=np.frombuffer(row.embedding, dtype="<f4"), prompt_tokens=row.prompt_tokens)
+
+    def abort(self, rid: str) -> bool:
+        """Ends a request, which returns what it has with finish_reason "abort". False: no such rid is in flight."""
+        return self._wait(self._abort(rid))
+
+    async def async_abort(self, rid: str) -> bool:
+        """`abort`, awaited."""
+        return await self._await(self._abort(rid))
+
+    async def _abort(self, rid: str) -> bool:
+        return self._running().tokenizer_manager.abort(rid)
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ends the processes at once, with what is in flight. Safe to repeat, and done at exit."""
+        with self._closing:
+            if self._loop.is_closed():
+                return
+            atexit.unregister(self.shutdown)
+            self._wait(self._stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def async_shutdown(self) -> None:
+        """`shutdown`, awaited."""
+        await asyncio.to_thread(self.shutdown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.async_shutdown()
+
+    async def _start(self) -> None:
+        self._stack = Stack(self._args)
+        await self._stack.start()
+        self._supervision = asyncio.create_task(self._supervise(self._stack))
+
+    async def _supervise(self, stack: Stack) -> None:
+        log.error("the engine has failed: %s", await stack.wait_failed())
+        await stack.stop()
+
+    async def _stop(self) -> None:
+        if self._supervision is not None:
+            self._supervision.cancel()
+        if self._stack is not None:
+            await self._stack.stop()
+        await self._loop.shutdown_asyncgens()
+
+    def _running(self) -> Stack:
+        assert self._stack is not None, "the constructor has started it"
+        return self._stack
+
+    # ---- between the caller and the engine's loop ------------------------------------------------------------------
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if self._loop.is_closed():
+            work.close()
+            raise RequestError(503, "the engine has been shut down")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._submit(work)
+        try:
+            return future.result()
+        except BaseException:  # KeyboardInterrupt, say: nobody waits any more
+            future.cancel()
+            raise
+
+    async def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self._submit(work))
+
+    async def _each(self, function: Callable[[A], Coroutine[Any, Any, T]], items: Sequence[A], choices: int) -> list[T]:
+        """The results of `function` for all items; at once no more than the queue takes, of so many choices each.
+
+        The first failure ends the others.
+        """
+        room = asyncio.Semaphore(max(1, self._args.max_queued_requests // max(1, choices)))
+
+        async def run(item: A) -> T:
+            async with room:
+                return await function(item)
+
+        tasks = [asyncio.create_task(run(item)) for item in items]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def generate_request(
+    prompt: Prompt, params: SamplingParams | None, options: dict[str, Any], stream: bool = False
+) -> GenerateReqInput:
+    """The request for one prompt. Raises TypeError for an unknown option, RequestError 400 for one of a wrong type."""
+    unknown = options.keys() - REQUEST_OPTIONS - set(SamplingParams.__struct_fields__)
+    if unknown:
+        raise TypeError(
+            f"unknown option {min(unknown)!r}; known: {', '.join(sorted(REQUEST_OPTIONS))}, SamplingParams'"
+        )
+    given = msgspec.structs.asdict(params or SamplingParams())
+    given |= {name: value for name, value in options.items() if name not in REQUEST_OPTIONS}
+    if isinstance(given["stop"], str):
+        given["stop"] = (given["stop"],)
+    if isinstance(given["logit_bias"], dict):
+        given["logit_bias"] = tuple(given["logit_bias"].items())
+    top = options.get("logprobs")
+    fields = {
+        "rid": options.get("rid") or uuid.uuid4().hex,
+        "n": options.get("n", 1),
+        "sampling_params": given,
+        "logprobs": None if top is None else {"top": top},
+        "add_special_tokens": options.get("add_special_tokens", True),
+        "skip_special_tokens": options.get("skip_special_tokens", True),
+        "user": options.get("user", ""),
+        "stream": stream,
+        "type": GenerateReqInput.__name__,
+        **_prompts(prompt),
+    }
+    try:
+        return msgspec.convert(fields, GenerateReqInput)
+    except msgspec.ValidationError as error:
+        raise RequestError(400, str(error)) from None
+
+
+def _is_one(prompt: Any) -> bool:
+    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer))
+
+
+def _prompts(prompt: Prompt) -> dict[str, Any]:
+    """As the fields of a request."""
+    return {"texts": (prompt,)} if isinstance(prompt, str) else {"input_ids": (tuple(map(int, prompt)),)}
+
+
+async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
+    return await anext(chunks, None)

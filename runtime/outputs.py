@@ -1,0 +1,117 @@
+"""What Engine returns: rows of the wire as Python values, a piece of a choice or a whole request."""
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from llmserve.runtime.messages import FinishReason, Logprobs, StrRow
+from llmserve.runtime.validation import RequestError
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token, its logprob, and the likeliest tokens in its place with theirs. The first token of a prompt has NaN."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of one choice; token counts are totals so far. `finish` is set in the choice's last chunk."""
+
+    index: int
+    text: str
+    output_ids: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    finish: FinishReason | None
+    logprobs: list[TokenLogprob] | None
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "abort", "error"] | None:
+        return None if self.finish is None else self.finish.type
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one prompt. `choices` has `n` whole choices; the other properties are those of the first."""
+
+    rid: str
+    choices: list[Chunk]
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.choices[0].output_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop", "length" or "abort"."""
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        return self.choices[0].logprobs
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.choices[0].prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache held."""
+        return self.choices[0].cached_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.completion_tokens for choice in self.choices)
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt's vector, float32 [hidden_size]."""
+
+    vector: "np.ndarray[Any, np.dtype[np.float32]]"
+    prompt_tokens: int
+
+
+def checked(row: StrRow) -> StrRow:
+    """Raises RequestError for a row that says that its choice has failed."""
+    if row.finish is not None and row.finish.type == "error":
+        raise RequestError(row.finish.status, row.finish.message)
+    return row
+
+
+def chunk_of(rows: list[StrRow]) -> Chunk:
+    """One chunk of consecutive rows of a choice."""
+    last = rows[-1]
+    logprobs = [entry for row in rows if row.logprobs is not None for entry in _unpacked(row.output_ids, row.logprobs)]
+    return Chunk(
+        index=last.index,
+        text="".join(row.text for row in rows),
+        output_ids=_integers(b"".join(row.output_ids for row in rows)),
+        prompt_tokens=last.prompt_tokens,
+        cached_tokens=last.cached_tokens,
+        completion_tokens=last.completion_tokens,
+        finish=last.finish,
+        logprobs=logprobs or None,
+    )
+
+
+def _integers(data: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
+    return ids
+
+
+def _unpacked(output_ids: bytes, logprobs: Logprobs) -> list[TokenLogprob]:
+    values = np.frombuffer(logprobs.token_logprobs, dtype="<f4").tolist()
+    shape = (len(values), logprobs.top)
+    top_ids = np.frombuffer(logprobs.top_ids, dtype="<i4").reshape(shape).tolist()
+    top_values = np.frombuffer(logprobs.top_logprobs, dtype="<f4").reshape(shape).tolist()
+    return [
+        TokenLogprob(token_id, value, list(zip(ids, others, strict=True)))
+        for token_id, value, ids, others in zip(_integers(output_ids), values, top_ids, top_values, strict=True)
+    ]
