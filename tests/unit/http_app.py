@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import small_tokenizers
 import uvicorn
-from tests.fake_tokenizer_manager import FakeTokenizerManager, Script
-from tests.unit import small_tokenizers
 
+from fake_tokenizer_manager import FakeTokenizerManager, Script
 from llmserve.runtime.config import Secrets, ServerArgs
 from llmserve.runtime.models.configs import ModelConfig
 from llmserve.runtime.models.hub import Checkpoint

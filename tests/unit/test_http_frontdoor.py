@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.fake_tokenizer_manager import Script, wait_until
-from tests.unit.http_app import App, make_tokenizer, serving
+from http_app import App, make_tokenizer, serving
 
+from fake_tokenizer_manager import Script, wait_until
 from llmserve.runtime.config import Secrets
 from llmserve.runtime.server.auth import ADMIN_PATHS
 from llmserve.runtime.server.frontdoor import MAX_BODY_BYTES

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from tests.unit.http_app import MODEL, App, make_tokenizer
+from http_app import MODEL, App, make_tokenizer
 
 from llmserve.runtime.messages import FinishReason, SchedulerMetrics
 from llmserve.runtime.tokenizer import Tokenizer

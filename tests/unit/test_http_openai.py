@@ -2,13 +2,15 @@
 
 import base64
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fake_tokenizer_manager import Script
-from tests.unit.http_app import MODEL, App, make_tokenizer
+import small_tokenizers
+from http_app import MODEL, App, make_tokenizer
 
+from fake_tokenizer_manager import Script
 from llmserve.runtime.messages import FILL_CONTEXT, UNSEEDED, EmbeddingReqInput, FinishReason
 from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.tokenizer_manager import RequestError
@@ -205,7 +207,7 @@ async def test_a_completion_has_openais_shape(app: App) -> None:
     prompt = len(app.manager.tokenizer.encode("hi hi"))
     output = len(app.manager.tokenizer.encode("Hello")) + len(app.manager.tokenizer.encode(" world"))
     assert answer.pop("id").startswith("cmpl-")
-    assert abs(answer.pop("created") - __import__("time").time()) < 60
+    assert abs(answer.pop("created") - time.time()) < 60
     assert answer == {
         "object": "text_completion",
         "model": MODEL,
@@ -391,8 +393,6 @@ async def test_the_last_message_can_be_continued(app: App) -> None:
 
 
 async def test_variables_reach_the_chat_template(tmp_path: Path) -> None:
-    from tests.unit import small_tokenizers
-
     template = "{{ messages[0]['content'] }}{% if enable_thinking %} THINK{% endif %}"
     app = App(Tokenizer.load(small_tokenizers.save(small_tokenizers.byte_level(), tmp_path, template)))
     await app.post(CHAT, {"messages": HI, "chat_template_kwargs": {"enable_thinking": True}})
@@ -422,8 +422,6 @@ async def test_messages_that_cannot_be_understood_are_refused(app: App, messages
 
 
 async def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
-    from tests.unit import small_tokenizers
-
     app = App(Tokenizer.load(small_tokenizers.save(small_tokenizers.byte_level(), tmp_path, chat_template=None)))
     assert "chat template" in await app.refused(CHAT, {"messages": HI}, "messages")
 
