@@ -27,6 +27,7 @@ COMMANDS: dict[str, Entry] = {
         "Serve a model over HTTP.",
         (
             "llmserve launch",
+            "llmserve launch --config prod.toml",
             "llmserve launch ./my-model --port 8000 --name prod",
             "llmserve launch model.gguf --detach",
         ),
@@ -35,6 +36,20 @@ COMMANDS: dict[str, Entry] = {
         "stop", "stop", SERVE, "Drain an instance and end it.", ("llmserve stop", "llmserve stop -i prod --now")
     ),
     "ps": Entry("ps", "ps", LOOK, "List the running instances.", ("llmserve ps", "llmserve ps --json")),
+    "restart": Entry(
+        "restart",
+        "restart",
+        SERVE,
+        "End an instance and launch it again.",
+        ("llmserve restart", "llmserve restart --now"),
+    ),
+    "config": Entry(
+        "config",
+        "config",
+        SERVE,
+        "Show what launch would run with, and why.",
+        ("llmserve config", "llmserve config --config prod.toml --json"),
+    ),
     "status": Entry(
         "status",
         "status",
@@ -55,6 +70,14 @@ COMMANDS: dict[str, Entry] = {
         LOOK,
         "Measure the round trip to the scheduler.",
         ("llmserve ping", "llmserve ping --count 1000"),
+    ),
+    "logs": Entry("logs", "logs", LOOK, "Print the log of an instance.", ("llmserve logs -n 50", "llmserve logs -f")),
+    "doctor": Entry(
+        "doctor",
+        "doctor",
+        LOOK,
+        "Look for what goes wrong on this machine.",
+        ("llmserve doctor", "llmserve doctor --fix"),
     ),
     "abort": Entry(
         "abort",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from llmserve.cli.common import console_of
+from llmserve.cli.config_file import ConfigOption
 from llmserve.cli.console import Console
 from llmserve.runtime.config import ConfigError, Secrets, ServerArgs
 
@@ -32,6 +33,7 @@ def launch(
             show_envvar=False,
         ),
     ] = None,
+    config: ConfigOption = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         option("--dtype", MODEL, "The weights' and the KV cache's number format; auto is the checkpoint's own."),
@@ -182,7 +184,7 @@ def launch(
     """Serve a model.
 
     Loads MODEL and answers OpenAI's HTTP API until Ctrl-C, which lets what is in flight end first; a second Ctrl-C ends
-    it at once. Every option can also be set by a variable: LLMSERVE_PORT for --port.
+    it at once. Every option can also be set by a variable, LLMSERVE_PORT for --port, or in a TOML file, port = 8000.
     """
     options = {key: value for key, value in locals().items() if key in ServerArgs.__struct_fields__}
     console = console_of(ctx)

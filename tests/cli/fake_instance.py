@@ -24,6 +24,7 @@ from llmserve.runtime.messages import (
     PingReqOutput,
     RequestInfo,
     RpcEnvelope,
+    RpcError,
 )
 from llmserve.runtime.ports import PortArgs
 from llmserve.runtime.wire import Poller, Router, decode, encode
@@ -68,7 +69,7 @@ class FakeInstance:
                 client, envelope = received
                 request = decode(envelope.body, ControlReqInput)
                 self.requests.append(request)
-                answers = self.handlers[type(request)](request)
+                answers = self.handlers.get(type(request), refuse)(request)
                 for answer in answers if isinstance(answers, list) else [answers]:
                     self._router.send(
                         client,
@@ -85,6 +86,10 @@ class FakeInstance:
         self._ends.set()
         self._thread.join()
         self.instance.release()
+
+
+def refuse(_: Message) -> Message:
+    return RpcError(code="invalid", message="not answered here")
 
 
 def request_info(rid: str, **fields: Any) -> RequestInfo:

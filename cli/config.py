@@ -1,0 +1,72 @@
+"""`llmserve config`: what `llmserve launch` would run with here, and where each value comes from."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llmserve.cli.common import JsonOption, console_of
+from llmserve.cli.config_file import default_path, file_in_effect
+
+KEYS = {"LLMSERVE_API_KEY": "api-key", "LLMSERVE_ADMIN_API_KEY": "admin-api-key"}
+
+
+def config(
+    ctx: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", envvar="LLMSERVE_CONFIG", help="The configuration file to look at."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show the options that `llmserve launch` would have here and now, and where each comes from.
+
+    A flag goes before a variable (LLMSERVE_PORT for --port), a variable before the configuration file, the file before
+    the default.
+    """
+    console = console_of(ctx)
+    file = file_in_effect(config, os.environ)
+    rows = resolve(ctx, file)
+    if json:
+        console.json({"file": str(file) if file else None, "options": rows})
+        return
+    console.table(("OPTION", "VALUE", "FROM"), [(row["option"], shown(row["value"]), row["source"]) for row in rows])
+    if file is None:
+        console.note(f"there is no configuration file at {default_path(os.environ)}")
+
+
+def resolve(ctx: typer.Context, file: Path | None) -> list[dict[str, Any]]:
+    """One row an option of launch: its name, its value and the source of it, as Typer itself works them out."""
+    group: Any = ctx.find_root().command
+    group.load("launch")
+    arguments = ["--config", str(file)] if file else []
+    launch = group.commands["launch"].make_context("launch", arguments)
+    rows = []
+    for parameter in launch.command.params:
+        if parameter.name in ("config", "detach", "help"):
+            continue
+        name = parameter.opts[0].removeprefix("--")
+        source = launch.get_parameter_source(parameter.name).name
+        places = {"ENVIRONMENT": f"variable {parameter.envvar}", "DEFAULT_MAP": f"file {file}", "DEFAULT": "default"}
+        value = launch.params[parameter.name]
+        rows.append({"option": name, "value": plain(value), "source": places[source]})
+    for variable, name in KEYS.items():
+        if os.environ.get(variable):
+            rows.append({"option": name, "value": "(set)", "source": f"variable {variable}"})
+    return rows
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else str(value)
+
+
+def shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return (
+        ", ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+    )

@@ -1,0 +1,220 @@
+"""`llmserve doctor`: looks at this machine and its instances for what goes wrong, and repairs what can be."""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Literal, NamedTuple
+
+import psutil
+import typer
+
+from llmserve.cli import format
+from llmserve.cli.common import ExitCode, JsonOption, console_of
+from llmserve.runtime.instance import InstanceError, InstanceRecord, list_instances, runtime_root, sweep_stale
+
+LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "fastapi", "uvicorn")
+CHILD_MODULE = "llmserve.runtime.child"
+REAPERS = ("systemd", "init", "tini", "dumb-init")
+GRACE_S = 3.0
+GLYPHS = {"ok": "✓", "warning": "!", "bad": "✗", "fixed": "✓"}
+COLORS = {"ok": "32", "warning": "33", "bad": "31", "fixed": "36"}
+
+
+class Finding(NamedTuple):
+    """One line of the report. "bad" makes the exit status 1."""
+
+    check: str
+    status: Literal["ok", "warning", "bad", "fixed"]
+    detail: str
+
+
+def doctor(
+    ctx: typer.Context,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Remove what dead instances left behind, and end their orphaned processes.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", metavar="PORT", help="The port to look at.")] = 30000,
+    json: JsonOption = False,
+) -> None:
+    """Look for what goes wrong: stale directories, orphans, taken ports, memory, versions, threads.
+
+    Exit status 1 when something is bad. --fix touches nothing of an instance that lives.
+    """
+    console = console_of(ctx)
+    findings = list(examine(fix, port))
+    if json:
+        console.json([finding._asdict() for finding in findings])
+    else:
+        width = max(len(finding.check) for finding in findings)
+        for check, status, detail in findings:
+            mark = f"{GLYPHS[status]} {status.ljust(7)}"
+            mark = f"\x1b[{COLORS[status]}m{mark}\x1b[0m" if console.color else mark
+            console.print(f"{mark}  {check.ljust(width)}  {detail}")
+    if any(finding.status == "bad" for finding in findings):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def examine(fix: bool, port: int) -> Iterator[Finding]:
+    """All the checks, in the order in which they are shown."""
+    yield from libraries()
+    yield default_model()
+    try:
+        root = runtime_root()
+    except InstanceError as error:
+        yield Finding("directory", "bad", str(error))
+        return
+    yield Finding("directory", "ok", f"{root} is private to this user")
+    records = list_instances()
+    alive = [record for record in records if record.alive]
+    yield from orphans(fix)  # before the sweep: their directories are in use until they are gone
+    yield from stale(records, fix)
+    yield taken_port(alive, port)
+    yield from versions_of(alive)
+    yield memory()
+    yield from pools(alive)
+    yield threads(len(alive))
+
+
+def libraries() -> Iterator[Finding]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            yield Finding("libraries", "bad", f"{name} is not installed; pip install llmserve gets it")
+    yield Finding("libraries", "ok", ", ".join(f"{name} {number}" for name, number in found.items()))
+
+
+def default_model() -> Finding:
+    from llmserve.runtime.config import ConfigError
+    from llmserve.runtime.models import hub
+
+    try:
+        return Finding("default model", "ok", hub.default_model())
+    except ConfigError as error:
+        return Finding("default model", "warning", str(error))
+
+
+def stale(records: list[InstanceRecord], fix: bool) -> Iterator[Finding]:
+    """Directories of instances that died without removing them."""
+    names = [record.name for record in records if not record.alive]
+    if fix:
+        names = sweep_stale()
+        if names:
+            yield Finding("stale", "fixed", f"removed the directories of {', '.join(names)}")
+            return
+    for name in names:
+        yield Finding("stale", "warning", f'"{name}" died and left its directory; --fix removes it')
+    if not names:
+        yield Finding("stale", "ok", "no directory is left of a dead instance")
+
+
+def orphans(fix: bool) -> Iterator[Finding]:
+    """Processes of ranks and detokenizers whose instance is gone."""
+    found = [process for process in children() if is_orphan(process)]
+    for process in found:
+        what = f"pid {process.pid}, up {format.duration(max(0.0, time.time() - process.create_time()))}"
+        if fix:
+            process.kill()
+            psutil.wait_procs([process], timeout=GRACE_S)
+            yield Finding("orphans", "fixed", f"ended {what}")
+        else:
+            yield Finding("orphans", "bad", f"{what}, belongs to no instance; --fix ends it")
+    if not found:
+        yield Finding("orphans", "ok", "every process belongs to a running instance")
+
+
+def children() -> Iterator[psutil.Process]:
+    """This user's child processes of instances, whatever registry those are in."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == os.getuid() and CHILD_MODULE in process.cmdline()[1:4]:
+                yield process
+
+
+def is_orphan(process: psutil.Process) -> bool:
+    """Whether a child has been handed to the system's first process, because the one that started it has died.
+
+    In a container the main process may itself be the first one, so what that one is counts too.
+    """
+    try:
+        parent = process.parent()
+        return parent is None or ((parent.pid == 1 or parent.name() in REAPERS) and "python" not in parent.name())
+    except psutil.Error:
+        return False
+
+
+def taken_port(alive: list[InstanceRecord], port: int) -> Finding:
+    owner = next((record for record in alive if record.port == port), None)
+    if owner is not None:
+        return Finding("port", "ok", f'{port} is that of "{owner.name}"')
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+                by = f"pid {connection.pid}" if connection.pid else "a process of another user"
+                return Finding("port", "warning", f"{port} is in use by {by}; launch with another --port")
+    return Finding("port", "ok", f"{port} is free")
+
+
+def versions_of(alive: list[InstanceRecord]) -> Iterator[Finding]:
+    here = version("llmserve")
+    for record in alive:
+        if record.version != here:
+            detail = f'"{record.name}" runs llmserve {record.version}, this is {here}; `llmserve restart` updates it'
+            yield Finding("version", "warning", detail)
+
+
+def memory() -> Finding:
+    available, total = psutil.virtual_memory().available, psutil.virtual_memory().total
+    detail = f"{format.size(available)} of {format.size(total)} available"
+    swapped = psutil.swap_memory().used
+    if available < total / 20:
+        return Finding("memory", "bad", f"{detail}: the kernel may soon kill a process")
+    if swapped > total / 20:
+        return Finding("memory", "warning", f"{detail}, but {format.size(swapped)} are swapped out")
+    return Finding("memory", "ok", detail)
+
+
+def pools(alive: list[InstanceRecord]) -> Iterator[Finding]:
+    """Whether each instance's KV pool, which is filled as it is used, still fits into the memory."""
+    from llmserve.cli.rpc import Remote
+    from llmserve.runtime.client import RpcCallError
+    from llmserve.runtime.messages import GetStatusReqInput
+
+    available = psutil.virtual_memory().available
+    for record in alive:
+        try:
+            with Remote(record, 2.0) as remote:
+                answers = remote.each(GetStatusReqInput())
+        except RpcCallError as error:
+            yield Finding("scheduler", "bad", f'"{record.name}" ({record.state}): {error}')
+            continue
+        pool = sum(answer.kv_bytes_total for answer in answers)
+        resident = sum(p.rss_bytes for answer in answers for p in answer.processes if p.role == "scheduler")
+        weights = sum(p.weight_bytes for answer in answers for p in answer.processes)
+        to_come = max(0, pool + weights - resident)
+        detail = f'"{record.name}": KV pool {format.size(pool)}, weights {format.size(weights)}'
+        device = answers[0].options.get("device")
+        if device != "cuda" and to_come > available:
+            more = f"{detail}; {format.size(to_come)} more when it is full, {format.size(available)} are available"
+            yield Finding("pool", "bad", f"{more}: launch with a smaller --max-total-tokens")
+        else:
+            yield Finding("pool", "ok", f"{detail}: fits")
+
+
+def threads(instances: int) -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted) > cores:
+        return Finding("threads", "warning", f"OMP_NUM_THREADS={wanted} on {format.plural(cores, 'core')}: unset it")
+    if instances > 1:
+        shared = f"{instances} instances share {format.plural(cores, 'core')}"
+        return Finding("threads", "warning", f"{shared}: give each fewer --threads")
+    compiler = shutil.which("c++") or shutil.which("g++")
+    kernels = (
+        "" if compiler else "; no C++ compiler, so the slower torch kernels are used unless they were built before"
+    )
+    return Finding("threads", "ok" if compiler else "warning", f"{format.plural(cores, 'core')}{kernels}")

@@ -1,0 +1,61 @@
+"""`llmserve logs`: the log of an instance, also of one that has died and whose directory is still there."""
+
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, console_of, find_instance
+from llmserve.cli.console import CONTROL_PICTURES, Console
+from llmserve.runtime.instance import InstanceRecord, list_instances
+
+POLL_S = 0.2
+LINE_SAFE = {code: shown for code, shown in CONTROL_PICTURES.items() if chr(code) not in "\n\t"}
+
+
+def logs(
+    ctx: typer.Context,
+    instance: InstanceOption = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until it ends.")] = False,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="Only the last so many lines.")
+    ] = None,
+) -> None:
+    """Print the log of an instance that keeps one: started on a terminal, or with --detach.
+
+    An instance started off a terminal writes its log to its standard error instead.
+    """
+    console = console_of(ctx)
+    record = find_with_log(instance)
+    with Path(record.log_path).open(encoding="utf-8", errors="replace") as file:
+        for line in deque(file, maxlen=lines):
+            write(console, line)
+        while follow:
+            alive = record.alive  # asked before the last look, so that nothing written before the end is missed
+            added = file.read()
+            if added:
+                write(console, added)
+            elif not alive or not os.path.exists(record.log_path):
+                return
+            else:
+                time.sleep(POLL_S)
+
+
+def find_with_log(name: str | None) -> InstanceRecord:
+    """The instance to read, dead ones included when they are named. Raises InstanceError or CommandError."""
+    dead = {record.name: record for record in list_instances() if not record.alive}
+    record = dead[name] if name in dead else find_instance(name)
+    if not record.log_path:
+        raise CommandError(
+            f'"{record.name}" keeps no log: it writes to the standard error of pid {record.pid}', ExitCode.NOT_FOUND
+        )
+    if not Path(record.log_path).exists():
+        raise CommandError(f"the log {record.log_path} is gone", ExitCode.NOT_FOUND)
+    return record
+
+
+def write(console: Console, text: str) -> None:
+    console.print(text.translate(LINE_SAFE) if console.stdout.isatty() else text, end="")

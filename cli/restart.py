@@ -1,0 +1,53 @@
+"""`llmserve restart`: ends an instance and launches it again as it was launched, in the background."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, console_of, find_instance
+from llmserve.cli.stop import stop
+from llmserve.runtime.instance import InstanceRecord
+
+
+def restart(
+    ctx: typer.Context,
+    instance: InstanceOption = None,
+    now: Annotated[bool, typer.Option("--now", help="End it at once: what is in flight is lost.")] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long to wait for its end."),
+    ] = None,
+) -> None:
+    """End an instance and launch it again: same name, port, options, variables and working directory.
+
+    The new one runs in the background, whatever the old one did.
+    """
+    record = find_instance(instance)
+    command, environ, directory = how_launched(record)
+    console_of(ctx).note(f'restarting "{record.name}"')
+    stop(ctx, record.name, now, timeout)
+    done = subprocess.run(command, env=environ, cwd=directory, check=False)
+    raise typer.Exit(done.returncode)
+
+
+def how_launched(record: InstanceRecord) -> tuple[list[str], dict[str, str], str]:
+    """The command line that launches this instance again, its environment and its working directory.
+
+    They are read from the running process itself (proc(5)), so keys given by variable need not be given again.
+    """
+    process = Path(f"/proc/{record.pid}")
+    try:
+        command = (process / "cmdline").read_text().rstrip("\0").split("\0")
+        pairs = (process / "environ").read_text(errors="surrogateescape").rstrip("\0").split("\0")
+        directory = os.readlink(process / "cwd")
+    except OSError as error:
+        raise CommandError(f"cannot read how pid {record.pid} was launched: {error.strerror}") from None
+    if "launch" not in command[1:4]:
+        message = f'"{record.name}" was not started by `llmserve launch`: {" ".join(command[:4])}'
+        raise CommandError(message, ExitCode.USAGE)
+    detach = [] if "--detach" in command else ["--detach"]
+    environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    return [*command, *detach, "--port", str(record.port)], environ, directory

@@ -1,0 +1,260 @@
+"""The commands that look at processes and files instead of asking a scheduler: logs, restart, doctor."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from fake_instance import FakeInstance, fresh_registry, run
+
+from llmserve.cli import doctor, restart
+from llmserve.cli.common import CommandError
+from llmserve.runtime.instance import InstanceRecord, process_start_time
+from llmserve.runtime.messages import GetStatusReqInput, GetStatusReqOutput, ProcessInfo
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    fresh_registry(monkeypatch, tmp_path)
+    return tmp_path / "llmserve"
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that looks like an instance that was launched from `tmp_path`."""
+    code = "import time; print(flush=True); time.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "launch", "--port", "0"],
+        cwd=tmp_path,
+        env=os.environ | {"LLMSERVE_API_KEY": "k=1"},
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def leave_dead(registry: Path, name: str, **fields: Any) -> Path:
+    """The directory of an instance that died."""
+    directory = registry / name
+    directory.mkdir(parents=True, mode=0o700)
+    registry.chmod(0o700)
+    record = InstanceRecord(name=name, pid=2**22 + 1, start_time=1, **fields)
+    (directory / "instance.json").write_bytes(msgspec.json.encode(record))
+    return directory
+
+
+# ---- logs ----------------------------------------------------------------------------------------------------------
+
+
+def test_logs_prints_the_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("one\ntwo\x1b[2J\nthree\n")
+    with FakeInstance() as fake:
+        fake.instance.update(log_path=str(log))
+        assert run("logs").out == "one\ntwo\x1b[2J\nthree\n"
+        assert run("logs", "-n", "2", terminal=True).out == "two␛[2J\nthree\n"
+
+
+def test_logs_follows_until_the_instance_ends(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    log = tmp_path / "log"
+    log.write_text("start\n")
+
+    def go_on() -> None:
+        with log.open("a") as file:
+            file.write("more\n")
+            file.flush()
+            time.sleep(0.5)
+            file.write("the end\n")
+        sleeper.kill()
+        sleeper.wait()
+
+    with FakeInstance() as fake:
+        record = msgspec.structs.replace(
+            fake.instance.record,
+            pid=sleeper.pid,
+            start_time=process_start_time(sleeper.pid),
+            log_path=str(log),
+        )
+        (fake.instance.directory / "instance.json").write_bytes(msgspec.json.encode(record))
+        writer = threading.Thread(target=go_on)
+        writer.start()
+        assert run("logs", "-f").out == "start\nmore\nthe end\n"
+        writer.join()
+
+
+def test_logs_of_a_dead_instance_can_be_read(registry: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("Killed\n")
+    leave_dead(registry, "gone", log_path=str(log))
+    assert run("logs", "-i", "gone").out == "Killed\n"
+
+
+def test_an_instance_without_a_log_says_where_it_writes() -> None:
+    with FakeInstance():
+        result = run("logs")
+    assert result.code == 3
+    assert f"standard error of pid {os.getpid()}" in result.err
+
+
+# ---- restart -------------------------------------------------------------------------------------------------------
+
+
+def test_restart_reads_how_the_process_was_launched(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    record = InstanceRecord(name="x", pid=sleeper.pid, port=31777)
+    command, environ, directory = restart.how_launched(record)
+    assert command[0] == sys.executable
+    assert command[3:] == ["launch", "--port", "0", "--detach", "--port", "31777"]
+    assert environ["LLMSERVE_API_KEY"] == "k=1"
+    assert directory == str(tmp_path)
+
+
+def test_restart_refuses_what_launch_did_not_start() -> None:
+    with pytest.raises(CommandError, match="not started by"):
+        restart.how_launched(InstanceRecord(name="x", pid=os.getpid(), port=1))
+
+
+# ---- doctor --------------------------------------------------------------------------------------------------------
+
+
+def examine(*arguments: str) -> dict[str, list[dict[str, str]]]:
+    found: dict[str, list[dict[str, str]]] = {}
+    for finding in json.loads(run("doctor", "--json", *arguments).out):
+        found.setdefault(finding["check"], []).append(finding)
+    return found
+
+
+def test_doctor_finds_and_sweeps_what_the_dead_left(registry: Path) -> None:
+    directory = leave_dead(registry, "gone")
+    with FakeInstance():
+        (finding,) = examine()["stale"]
+        assert finding["status"] == "warning"
+        assert '"gone"' in finding["detail"]
+        assert directory.exists()
+        (finding,) = examine("--fix")["stale"]
+        assert finding["status"] == "fixed"
+        assert not directory.exists()
+        assert run("ping").code == 0  # the living one was left alone
+
+
+def start_child(orphaned: bool) -> int:
+    """The pid of a process that looks like an instance's child; `orphaned`: the one that started it is gone."""
+    sleep = "import time; time.sleep(60)"
+    child = f"subprocess.Popen([sys.executable, '-c', {sleep!r}, {doctor.CHILD_MODULE!r}], stdout=subprocess.DEVNULL)"
+    code = f"import os, subprocess, sys, time; print({child}.pid, flush=True); time.sleep({0 if orphaned else 60})"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    if orphaned:
+        parent.wait()
+        parent.stdout.close()
+    else:
+        STARTED.append(parent)
+    return pid
+
+
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture
+def children() -> Iterator[Any]:
+    """start_child, whose processes are gone after the test."""
+    pids: list[int] = []
+
+    def start(orphaned: bool) -> int:
+        pids.append(start_child(orphaned))
+        while pids[-1] not in {process.pid for process in doctor.children()}:  # until it has become itself
+            time.sleep(0.01)
+        return pids[-1]
+
+    yield start
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    while STARTED:
+        parent = STARTED.pop()
+        parent.kill()
+        parent.communicate()
+
+
+def test_doctor_finds_and_ends_orphans_only(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    orphan, child = children(True), children(False)
+    mine = [psutil.Process(orphan), psutil.Process(child)]
+    monkeypatch.setattr(doctor, "children", lambda: [process for process in mine if process.is_running()])
+    reaper = psutil.Process(orphan).parent()
+    assert reaper is not None
+    monkeypatch.setattr(doctor, "REAPERS", (reaper.name(),))
+
+    result = run("doctor", "--json")
+    assert result.code == 1
+    assert f"pid {orphan}," in result.out
+    assert f"pid {child}," not in result.out
+    (finding,) = examine("--fix")["orphans"]
+    assert finding["status"] == "fixed"
+    assert f"pid {orphan}," in finding["detail"]
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(orphan) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not psutil.pid_exists(orphan)
+    assert psutil.pid_exists(child)
+
+
+def status_of(pool: int) -> GetStatusReqOutput:
+    return GetStatusReqOutput(
+        state="ready",
+        model="m",
+        weight_version=1,
+        uptime_s=1.0,
+        steps=1,
+        running=0,
+        waiting=0,
+        kv_tokens_total=1,
+        kv_tokens_used=0,
+        kv_tokens_cached=0,
+        kv_bytes_total=pool,
+        page_size=16,
+        processes=(ProcessInfo(role="scheduler", pid=1, rss_bytes=100 << 20, weight_bytes=50 << 20),),
+        options={"device": "cpu"},
+    )
+
+
+@pytest.mark.parametrize(("pool", "status"), [(60 << 20, "ok"), (1 << 50, "bad")])
+def test_doctor_compares_the_pool_with_the_memory(pool: int, status: str) -> None:
+    with FakeInstance() as fake:
+        fake.handlers[GetStatusReqInput] = lambda _: status_of(pool)
+        (finding,) = examine()["pool"]
+    assert finding["status"] == status
+
+
+def test_doctor_says_who_has_the_port() -> None:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        (finding,) = examine("--port", str(port))["port"]
+    assert finding["status"] == "warning"
+    assert f"{port} is in use by pid {os.getpid()}" in finding["detail"]
+    (finding,) = examine("--port", str(port))["port"]
+    assert finding["status"] == "ok"
+
+
+def test_doctor_refuses_a_directory_that_is_not_private(registry: Path) -> None:
+    registry.mkdir(mode=0o755)
+    registry.chmod(0o755)
+    (finding,) = examine()["directory"]
+    assert finding["status"] == "bad"
