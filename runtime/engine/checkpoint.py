@@ -3,7 +3,7 @@
 import json
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,18 +12,11 @@ from torch import Tensor
 
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.models import gguf
+from llmserve.runtime.models.configs import TensorInfo
 from llmserve.runtime.models.hub import Checkpoint
 
 _FLOATING = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """safetensors dtypes that are read, and their bytes."""
-
-
-class TensorInfo(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: str
-    """As the file calls it."""
-    nbytes: int
-    """Bytes in the file; 0 where the dtype is none that can be read."""
 
 
 class Source(Protocol):
@@ -38,14 +31,22 @@ class Source(Protocol):
 
 def open_source(checkpoint: Checkpoint) -> Source:
     """Reads the headers. Raises ConfigError for a checkpoint that is damaged, incomplete or leaves its directory."""
-    return GgufSource(checkpoint) if checkpoint.format == "gguf" else SafetensorsSource(Path(checkpoint.path))
+    if checkpoint.format == "gguf":
+        return GgufSource(checkpoint)
+    directory = Path(checkpoint.path)
+    paths = shard_paths(directory)
+    if checkpoint.config.implementation == "transformers":
+        from llmserve.runtime.models.transformers_backend import TransformersSource
+
+        return TransformersSource(directory)
+    return SafetensorsSource(paths)
 
 
 class SafetensorsSource:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, paths: list[Path]) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._files: dict[str, safe_open] = {}
-        for path in shard_paths(directory):
+        for path in paths:
             try:
                 file = safe_open(path, framework="pt")
                 for name in file.keys():  # noqa: SIM118 (it is no mapping)

@@ -136,7 +136,7 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
         own_name = _own_name(name, model.config)
         if own_name is None:
             continue
-        names = [known for known in _split_name(own_name) if known in slots]
+        names = [own_name] if own_name in slots else [part for part in _split_name(own_name) if part in slots]
         if not names:
             differences.append(f"{name}: the model has no such tensor")
             continue

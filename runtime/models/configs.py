@@ -6,7 +6,7 @@ general facts and runs through transformers' own modules. Imports no torch.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 
@@ -98,6 +98,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     logit_divisor: float = 1.0
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
+
+
+class TensorInfo(NamedTuple):
+    """What a checkpoint says of one of its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As the file calls it."""
+    nbytes: int
+    """Bytes in the file; 0 where the dtype is none that can be read."""
 
 
 def parse_config(config: Json, generation: Json | None = None) -> ModelConfig:

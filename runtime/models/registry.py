@@ -9,6 +9,7 @@ from llmserve.runtime.attention.base import AttentionBackend
 from llmserve.runtime.distributed.groups import Topology
 from llmserve.runtime.layers.weight import Slots
 from llmserve.runtime.models.configs import ModelConfig
+from llmserve.runtime.models.decoder import Build, Decoder
 
 
 class CausalLM(Protocol):
@@ -50,7 +51,14 @@ def build_model(
     `max_positions` is the longest sequence that will be served, by default all that the config allows. ValueError where
     the ranks of `topology` cannot share the heads.
     """
-    from llmserve.runtime.models.decoder import Build, Decoder
+    topology = topology or Topology()
+    if config.implementation == "transformers":
+        from llmserve.runtime.models.transformers_backend import TransformersModel
 
+        if topology.tp.size * topology.pp.size > 1:
+            raise ValueError(
+                f"{config.architecture} runs through transformers' modules, which cannot be split over ranks"
+            )
+        return TransformersModel(config, dtype, device)
     positions = max_positions or config.max_position_embeddings
-    return Decoder(Build(config, dtype, device, topology or Topology(), positions))
+    return Decoder(Build(config, dtype, device, topology, positions))

@@ -1,0 +1,221 @@
+"""Any architecture that decoder.py cannot express: transformers' own modules over our paged attention. Slower; it runs.
+
+Attention reaches us through transformers' AttentionInterface. What cannot be served this way (recurrent state, cross
+attention, masks of their own, alibi) is refused while loading, never served wrong. Code in a checkpoint is never run.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from llmserve.runtime.attention.base import AttentionBackend, AttentionSpec
+from llmserve.runtime.config import ConfigError
+from llmserve.runtime.layers.weight import PlainWeight, Slot, Slots
+from llmserve.runtime.models.configs import ModelConfig, TensorInfo
+
+_ATTENTION = "llmserve"
+_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+_NOT_PAGED = ("s_aux", "position_bias", "alibi")
+"""Arguments of an attention function that change its scores in ways that a paged backend does not know."""
+
+
+class TransformersModel:
+    """A CausalLM (registry.py) around a transformers model."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.num_layers = config.num_layers
+        self.num_kv_heads = config.num_kv_heads
+        self._model = _make_model(config, dtype, device)
+        self._weights = {name: _ParameterWeight(tensor) for name, tensor in stored_tensors(self._model)}
+        self._base = self._model.base_model
+        self._step = _Step(config)
+        for module in self._base.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):  # the attention function finds the pages there
+                module.__dict__["llmserve_step"] = self._step
+        # what follows the base model (scaling, softcap, head) runs as transformers wrote it, on hidden states of ours
+        self._replay = _Replay()
+        setattr(self._model, self._model.base_model_prefix, self._replay)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend, hidden: Tensor | None = None
+    ) -> Tensor:
+        """As CausalLM.forward; there is one pipeline stage."""
+        self._step.begin(attention)
+        output = self._base(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        self._step.end()
+        last: Tensor = output.last_hidden_state[0]
+        return last
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As CausalLM.logits."""
+        self._replay.hidden = hidden[None]
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        try:
+            logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+        except AttributeError as error:  # a head that reaches into the base model
+            raise ConfigError(f"{self.config.architecture} cannot be served: {error}") from error
+        return logits.float()
+
+    def slots(self) -> Slots:
+        for name, weight in self._weights.items():
+            yield name, Slot(weight, weight.shape)
+
+
+class TransformersSource:
+    """The tensors of a checkpoint (engine/checkpoint.py) under the names that transformers' modules give them.
+
+    Some architectures merge tensors while they load, so the whole checkpoint is loaded by transformers.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ConfigError(f"transformers cannot load {directory}: {error}") from error
+        model, report = loaded
+        wrong = [f"{name}: {kind.removesuffix('_keys')}" for kind, names in report.items() for name in sorted(names)]
+        if wrong:
+            raise ConfigError(f"{directory} does not fit the model: {'; '.join(wrong[:5])}")
+        self._values = {name: tensor.detach() for name, tensor in stored_tensors(model)}
+        self.tensors = {
+            name: TensorInfo(tuple(tensor.shape), str(tensor.dtype), tensor.nbytes)
+            for name, tensor in self._values.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self._values[name]
+
+
+def _make_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    try:
+        hf_config: PreTrainedConfig = AutoConfig.for_model(**json.loads(config.raw))
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"transformers has no language model of type {config.model_type!r}: {error}") from error
+    kinds = set(getattr(hf_config.get_text_config(), "layer_types", None) or ())
+    if not kinds <= _LAYER_TYPES:
+        names = ", ".join(sorted(kinds - _LAYER_TYPES))
+        raise ConfigError(f"{config.architecture} has layers of the kind {names}, which cannot be served")
+    if not model_class.is_backend_compatible():
+        raise ConfigError(f"{config.architecture} does not use transformers' attention interface: it cannot be served")
+    make: Any = AutoModelForCausalLM.from_config
+    with no_init_weights(), torch.device(device):
+        model: PreTrainedModel = make(hf_config, dtype=dtype, attn_implementation=_ATTENTION)
+    model.tie_weights()
+    model.train(False)
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise ConfigError(f"{config.architecture} does not take positions, so it cannot be served")
+    return model
+
+
+def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, tied ones once."""
+    saved = model.state_dict().keys()
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+class _ParameterWeight(PlainWeight):
+    """A weight whose value is a tensor that the module already has."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tuple(tensor.shape), tensor.dtype, tensor.device)
+        self.value = tensor.detach()
+
+    def _first(self, values: Tensor) -> None:
+        self.value.copy_(values)
+
+
+class _Step:
+    """The attention backend of the forward pass that runs, and which layers have called it."""
+
+    attention: AttentionBackend
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.called: list[int] = []
+
+    def begin(self, attention: AttentionBackend) -> None:
+        self.attention = attention
+        self.called.clear()
+
+    def end(self) -> None:
+        """Raises ConfigError unless each layer attended once: one with a state of its own would be served wrong."""
+        if sorted(self.called) != list(range(self.config.num_layers)):
+            raise ConfigError(f"{self.config.architecture} has layers that are no plain attention: it cannot be served")
+
+
+class _Replayed(BaseModelOutputWithPast):
+    """Hidden states as a base model's output; what else such an output may have is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Replay(nn.Module):
+    """Stands for the base model while the head runs: it returns the hidden states that it was given."""
+
+    hidden: Tensor
+
+    def forward(self, *args: object, **kwargs: object) -> BaseModelOutputWithPast:
+        return _Replayed(last_hidden_state=self.hidden)
+
+
+def _paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [1, Hq, T, D], key and value [1, Hkv, T, D] to [1, T, Hq, D].
+
+    Raises ConfigError for attention that a paged backend cannot do; the warm-up meets it before anything is served.
+    """
+    step: _Step = module.llmserve_step
+    config = step.config
+    other = attention_mask is not None or any(kwargs.get(name) is not None for name in _NOT_PAGED)
+    if other or not getattr(module, "is_causal", True):
+        raise ConfigError(f"{config.architecture} attends in a way that cannot be served")
+    for part in (key, value):
+        if (part.shape[1], part.shape[3]) != (config.num_kv_heads, config.head_dim):
+            found, expected = f"{part.shape[1]} x {part.shape[3]}", f"{config.num_kv_heads} x {config.head_dim}"
+            raise ConfigError(f"{config.architecture} has KV heads of {found}, not {expected}: it cannot be served")
+    types = getattr(module.config, "layer_types", None)
+    if sliding_window is None and types and types[module.layer_idx] == "sliding_attention":
+        sliding_window = module.config.sliding_window
+    spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    step.called.append(module.layer_idx)
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    output = step.attention.forward(module.layer_idx, q, k, v, spec)
+    return output.view(1, *q.shape), None
+
+
+AttentionInterface.register(_ATTENTION, _paged_attention)
