@@ -393,7 +393,9 @@ class GetStatusReqOutput(Message, frozen=True, kw_only=True):
 
 
 class SubscribeMetricsReqInput(ControlRequest["SubscribeMetricsReqOutput"], frozen=True, kw_only=True):
-    """Asks for metrics for `lease_s`, pushed to `endpoint`: the bare name of a socket in the instance's directory."""
+    """Asks for metrics for `lease_s`, pushed to `endpoint`: the bare name, watch-…, of a socket that the caller has
+    bound in the instance's directory.
+    """
 
     endpoint: str
     lease_s: float = 10.0

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 MESSAGES_PER_TURN = 64
 METRICS_INTERVAL_S = 0.5
 HEARTBEAT_S = 1.0
-BACKLOG_WAIT_S = 0.01
+PENDING_WAIT_S = 0.01
 
 
 class Inbox(Protocol):
@@ -60,6 +60,10 @@ class Outbox(Protocol):
 
 class Control(Protocol):
     """The operators' verbs (control.py)."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a verb is at work, so that `poll` must be called soon."""
 
     def handle(self, message: ControlReqInput) -> None:
         """A control message that came through the pipeline."""
@@ -100,6 +104,8 @@ class Scheduler:
         self.snapshots = Snapshots(self, dp_rank)
         self.control: Control | None = None
         self.pause_mode: PauseMode | None = None
+        self.admitting = True
+        """While it is not, nothing that waits starts."""
         self.weight_version = 1
         self._inbox = inbox
         self._tokens = tokens
@@ -119,7 +125,8 @@ class Scheduler:
         """
         while True:
             if not self.turn():
-                wait(BACKLOG_WAIT_S if self._tokens.backlog or self._embeddings.backlog else HEARTBEAT_S)
+                pending = self._tokens.backlog or self._embeddings.backlog or (self.control and self.control.pending)
+                wait(PENDING_WAIT_S if pending else HEARTBEAT_S)
 
     def turn(self) -> bool:
         """One turn; at most one step is begun in it. Whether anything happened: if not, the caller may wait."""
@@ -177,7 +184,8 @@ class Scheduler:
             return False
         began = self.now()
         self.results.congested = self._tokens.congested
-        admit = self.pause_mode is None and not self._tokens.congested and not self._embeddings.congested
+        congested = self._tokens.congested or self._embeddings.congested
+        admit = self.admitting and self.pause_mode is None and not congested
         shares = self.policy.schedule(began, admit)
         if not shares:
             return False

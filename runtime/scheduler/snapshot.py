@@ -1,5 +1,6 @@
 """What the scheduler shows of itself: metrics, load, and the list of requests. Reads only."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from llmserve.runtime.scheduler.request import Request
 if TYPE_CHECKING:
     from llmserve.runtime.scheduler.loop import Scheduler
 
+CHILD_MODULE = "llmserve.runtime.child"
 SHOWN_REQUESTS = 256
 """So many requests at most are in the metrics; `requests` lists all."""
 
@@ -77,7 +79,21 @@ class Snapshots:
         table = self._scheduler.table
         return tuple(request_info(request, now, show_text) for request in [*table.running, *table.waiting][:limit])
 
+    def processes(self) -> tuple[ProcessInfo, ...]:
+        """Those of the whole instance: the main process, which is our parent, and its children."""
+        main = self._process.parent()
+        if main is None:
+            return (self.process(),)
+        others = [process_info("main", main)]
+        for child in main.children():
+            with contextlib.suppress(psutil.Error):
+                command = child.cmdline()
+                if CHILD_MODULE in command and child.pid != os.getpid():
+                    others.append(process_info(command[command.index(CHILD_MODULE) + 1], child))
+        return (others[0], self.process(), *others[1:])
+
     def process(self) -> ProcessInfo:
+        """This one."""
         return ProcessInfo(
             role="scheduler",
             pid=os.getpid(),
@@ -86,6 +102,18 @@ class Snapshots:
             cpu_percent=self._process.cpu_percent(),
             weight_bytes=self._scheduler.worker.info.weight_bytes,
             dropped_messages=self.dropped_messages(),
+        )
+
+
+def process_info(role: str, process: psutil.Process) -> ProcessInfo:
+    """One of the instance's other processes; its CPU share is that of its whole life."""
+    with process.oneshot():
+        times, age_s = process.cpu_times(), time.time() - process.create_time()
+        return ProcessInfo(
+            role=role,
+            pid=process.pid,
+            rss_bytes=process.memory_info().rss,
+            cpu_percent=100 * (times.user + times.system) / max(age_s, 0.1),
         )
 
 

@@ -1,0 +1,216 @@
+"""What an operator may ask of the scheduler: one method a verb, found by the type of its message.
+
+How calls come and go is rpc.py's. A verb that takes time first yields progress, so that it is not begun for a caller
+who has left, and puts things back when it is closed before its end.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from llmserve.runtime.messages import (
+    AbortReqInput,
+    AbortReqOutput,
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    ControlReqInput,
+    DrainReqInput,
+    DrainReqOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GetLoadReqInput,
+    GetLoadReqOutput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    ListRequestsReqInput,
+    ListRequestsReqOutput,
+    Message,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PingReqInput,
+    PingReqOutput,
+    RpcProgress,
+    SubscribeMetricsReqInput,
+    SubscribeMetricsReqOutput,
+)
+from llmserve.runtime.scheduler.loop import Scheduler
+from llmserve.runtime.scheduler.request import Group
+from llmserve.runtime.scheduler.rpc import Refusal, Work
+from llmserve.runtime.watchers import Watchers
+
+
+class Control:
+    """The verbs of one scheduler. `forward` passes a metrics lease on to the other processes."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model_path: str,
+        watchers: Watchers,
+        forward: Callable[[SubscribeMetricsReqInput], None],
+    ):
+        self.model_path = model_path
+        self._scheduler = scheduler
+        self._watchers = watchers
+        self._forward = forward
+        self._at_work = ""
+        """The verb that changes more than requests, of which there may be one at a time."""
+        self._verbs: dict[type[Message], Callable[..., Message | Work]] = {
+            PingReqInput: self.ping,
+            AbortReqInput: self.abort,
+            FlushCacheReqInput: self.flush_cache,
+            PauseGenerationReqInput: self.pause_generation,
+            ContinueGenerationReqInput: self.continue_generation,
+            DrainReqInput: self.drain,
+            GetLoadReqInput: self.get_load,
+            ListRequestsReqInput: self.list_requests,
+            GetStatusReqInput: self.get_status,
+            SubscribeMetricsReqInput: self.subscribe_metrics,
+        }
+
+    def start(self, request: ControlReqInput) -> Message | Work:
+        """Begins a verb: the answer, or the work that will give it. Raises Refusal."""
+        verb = self._verbs.get(type(request))
+        if verb is None:
+            raise Refusal("invalid", f"this scheduler does not serve {type(request).__name__}")
+        return verb(request)
+
+    # ---- verbs that answer at once -----------------------------------------------------------------------------------
+
+    def ping(self, request: PingReqInput) -> PingReqOutput:
+        return PingReqOutput(step=self._scheduler.results.counters.steps, state=self._scheduler.state)
+
+    def get_load(self, request: GetLoadReqInput) -> GetLoadReqOutput:
+        return self._scheduler.snapshots.load()
+
+    def list_requests(self, request: ListRequestsReqInput) -> ListRequestsReqOutput:
+        return ListRequestsReqOutput(requests=self._scheduler.snapshots.requests(request.show_text))
+
+    def get_status(self, request: GetStatusReqInput) -> GetStatusReqOutput:
+        scheduler = self._scheduler
+        load, info = scheduler.snapshots.load(), scheduler.worker.info
+        options = msgspec.to_builtins(scheduler.args)
+        return GetStatusReqOutput(
+            state=load.state,
+            model=self.model_path,
+            weight_version=scheduler.weight_version,
+            uptime_s=scheduler.snapshots.uptime_s,
+            steps=scheduler.results.counters.steps,
+            running=load.running,
+            waiting=load.waiting,
+            kv_tokens_total=load.kv_tokens_total,
+            kv_tokens_used=load.kv_tokens_used,
+            kv_tokens_cached=load.kv_tokens_cached,
+            kv_bytes_total=info.num_pages * info.bytes_per_page,
+            page_size=info.page_size,
+            processes=scheduler.snapshots.processes(),
+            options=options,
+        )
+
+    def drain(self, request: DrainReqInput) -> DrainReqOutput:
+        self._scheduler.drain()
+        table = self._scheduler.table
+        return DrainReqOutput(running=len(table.running), waiting=len(table.waiting))
+
+    def continue_generation(self, request: ContinueGenerationReqInput) -> ContinueGenerationReqOutput:
+        if self._at_work not in ("", "pause"):
+            raise Refusal("busy", f"{self._at_work} is under way")
+        return ContinueGenerationReqOutput(resumed=self._scheduler.resume())
+
+    def subscribe_metrics(self, request: SubscribeMetricsReqInput) -> SubscribeMetricsReqOutput:
+        try:
+            lease_s = self._watchers.subscribe(request)
+        except ValueError as error:
+            raise Refusal("invalid", str(error)) from None
+        self._forward(request)
+        return SubscribeMetricsReqOutput(lease_s=lease_s)
+
+    # ---- verbs that take time ----------------------------------------------------------------------------------------
+
+    def abort(self, request: AbortReqInput) -> Work:
+        """Answers when the memory is back."""
+        yield RpcProgress(stage="aborting")
+        aborted, not_found, groups = self._mark(request)
+        yield from self._until_gone(groups)
+        return AbortReqOutput(aborted=aborted, not_found=not_found)
+
+    def flush_cache(self, request: FlushCacheReqInput) -> Work:
+        scheduler = self._scheduler
+        if not request.wait_s >= 0:
+            raise Refusal("invalid", f"cannot wait {request.wait_s} s")
+        with self._alone("a flush"):
+            yield RpcProgress(stage="flushing")
+            aborted: tuple[str, ...] = ()
+            if request.abort:
+                aborted = yield from self._abort_everything("aborted: the cache is being flushed")
+            deadline = scheduler.now() + request.wait_s
+            while not scheduler.quiet and scheduler.now() < deadline:
+                yield self._running("waiting")
+            if not scheduler.quiet:
+                raise Refusal("busy", f"{self._counts()}: wait for them, or abort them")
+            pages = scheduler.flush()
+            return FlushCacheReqOutput(
+                pages_freed=pages, bytes_freed=pages * scheduler.worker.info.bytes_per_page, aborted=aborted
+            )
+
+    def pause_generation(self, request: PauseGenerationReqInput) -> Work:
+        """Answers when nothing runs and no request holds memory; if it is closed before, nothing has changed."""
+        scheduler = self._scheduler
+        with self._alone("pause"):
+            yield RpcProgress(stage="pausing")
+            before = scheduler.pause_mode
+            retractions = scheduler.results.counters.retractions
+            aborted = scheduler.pause(request.mode)
+            try:
+                while not scheduler.quiet:
+                    yield self._running("pausing")
+                    if scheduler.pause_mode is None:
+                        raise Refusal("failed", "resumed meanwhile")
+            except GeneratorExit:
+                scheduler.pause_mode = before
+                raise
+            return PauseGenerationReqOutput(
+                retracted=scheduler.results.counters.retractions - retractions,
+                aborted=aborted if request.mode == "abort" else 0,
+            )
+
+    # ---- what they share ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _alone(self, verb: str) -> Iterator[None]:
+        """Refuses a second verb that changes the whole scheduler while one is at work."""
+        if self._at_work:
+            raise Refusal("busy", f"{self._at_work} is under way already")
+        self._at_work = verb
+        try:
+            yield
+        finally:
+            self._at_work = ""
+
+    def _abort_everything(self, message: str) -> Generator[RpcProgress, None, tuple[str, ...]]:
+        """Ends all requests; those that come meanwhile wait, so that it is quiet then. Returns the rids."""
+        scheduler = self._scheduler
+        scheduler.admitting = False
+        try:
+            aborted, _, groups = self._mark(AbortReqInput(everything=True, message=message))
+            yield from self._until_gone(groups)
+        finally:
+            scheduler.admitting = True
+        return aborted
+
+    def _mark(self, request: AbortReqInput) -> tuple[tuple[str, ...], tuple[str, ...], list[Group]]:
+        """Marks requests for abortion: the rids that end, those not found, and what is gone when it is done."""
+        aborted, not_found = self._scheduler.abort(request)
+        return tuple(aborted), tuple(not_found), [self._scheduler.table.groups[rid] for rid in aborted]
+
+    def _until_gone(self, groups: list[Group]) -> Generator[RpcProgress, None, None]:
+        while left := sum(bool(group.requests) for group in groups):
+            yield RpcProgress(stage="aborting", done=len(groups) - left, total=len(groups), unit="requests")
+
+    def _running(self, stage: str) -> RpcProgress:
+        return RpcProgress(stage=stage, done=len(self._scheduler.table.running), unit="running")
+
+    def _counts(self) -> str:
+        table = self._scheduler.table
+        return f"{len(table.running)} running, {len(table.waiting)} waiting"
