@@ -7,7 +7,6 @@ position before holds. So a page that is mixed up, unfinished or stale shows as 
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import msgspec
 import numpy as np
@@ -62,6 +61,21 @@ def hidden(stored: int) -> np.ndarray:
     return np.array([stored % 97, stored % 89, stored % 83, 1], dtype=np.float32)
 
 
+class FakeHandle:
+    """A step that is computed when its turn comes, and done when somebody waits for it."""
+
+    def __init__(self, result: StepResult | Exception) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+    def done(self) -> bool:
+        return False
+
+
 class FakeWorker:
     def __init__(
         self,
@@ -87,21 +101,17 @@ class FakeWorker:
         """Returns what a step is to raise."""
         self.row_error: Callable[[PlanRow], str] = lambda row: ""
 
-    def submit(self, plan: StepPlan) -> "Future[StepResult]":
-        handle: Future[StepResult] = Future()
+    def submit(self, plan: StepPlan) -> FakeHandle:
         # Through bytes, as to other ranks: nothing may depend on shared objects.
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
         self.plans.append(plan)
         error = self.fail(plan)
-        if error is not None:
-            # A step that fails half way has written anything.
-            for row in plan.rows:
-                self.slots[self._slots(row)[row.start :]] = random.randrange(1000)
-            handle.set_exception(error)
-        else:
+        if error is None:
             self._check_disjoint(plan)
-            handle.set_result(StepResult(rows=tuple(self._run(row) for row in plan.rows)))
-        return handle
+            return FakeHandle(StepResult(rows=tuple(self._run(row) for row in plan.rows)))
+        for row in plan.rows:  # a step that fails has written anything
+            self.slots[self._slots(row)[row.start :]] = random.randrange(1000)
+        return FakeHandle(error)
 
     def _slots(self, row: PlanRow) -> np.ndarray:
         size = self.info.page_size
