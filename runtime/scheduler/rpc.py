@@ -148,9 +148,9 @@ class RpcServer:
     def _begin(self, request: ControlReqInput, tell: Callable[[Message], bool], deadline: float) -> None:
         verb = type(request).__name__
         try:
-            if len(self._pending) >= MAX_PENDING:
-                raise Refusal("busy", f"{len(self._pending)} calls are under way already")
             answer = self._start(request)
+            if isinstance(answer, Generator) and len(self._pending) >= MAX_PENDING:
+                raise Refusal("busy", f"{len(self._pending)} calls are under way already")
         except Exception as error:
             tell(_as_error(error, verb))
             return
