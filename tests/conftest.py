@@ -34,6 +34,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint that may generate for seconds: for what happens meanwhile."""
+    from checkpoints import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("models") / "long-llama", max_position_embeddings=16384)
+
+
+@pytest.fixture(scope="session")
 def server(runtime_root: Path, tiny_model: Path) -> Iterator[RunningInstance]:
     """A ready instance of the tiny model. Leave it as it was: everyone shares it."""
     with launched(runtime_root, "tiny", str(tiny_model)) as instance:

@@ -71,7 +71,7 @@ class RunningInstance:
             record: dict[str, Any] = json.loads((self.directory / "instance.json").read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        return record
+        return record if record["pid"] == self.process.pid else {}  # a predecessor's lies there until it is swept
 
     @property
     def url(self) -> str:

@@ -1,0 +1,183 @@
+"""What happens when processes die, are killed or told to end: a fast error for every client, and nothing left over."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from loads import load, load_for
+
+from instances import RunningInstance, assert_gone, launched, start, wait_until
+
+FOREVER = 15000
+"""Tokens that take longer than any of these tests."""
+
+
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+def test_a_killed_child_ends_all(own_root: Path, long_model: Path, role: str) -> None:
+    """In-flight requests get 503 or an SSE error within 2 s, and everything exits, non-zero."""
+    with launched(own_root, "one", str(long_model)) as instance, load(instance, FOREVER) as requests:
+        processes = instance.processes()
+        victim = instance.child(role)
+        killed = time.monotonic()
+        victim.kill()
+        for request in requests:
+            request.wait(killed + 2 - time.monotonic())
+        for request in requests[:2]:
+            assert request.status == 200
+            assert request.error is not None, request.events[-1:]
+            assert role in request.error["message"]
+        for request in requests[2:]:
+            assert (request.status, request.broken) == (503, "")
+            assert request.error is not None
+            assert role in request.error["message"]
+        assert instance.wait_ended(3) == 1
+        assert_gone(processes, 1)
+        assert not instance.directory.exists()
+        last_line = instance.log_text().splitlines()[-1]
+        assert last_line.startswith(f"llmserve: the {role} (pid {victim.pid}) was killed by SIGKILL")
+
+
+def test_a_killed_main_process_leaves_no_child_and_no_lasting_claim(own_root: Path, long_model: Path) -> None:
+    """Children end within 5 s; what the dead instance left is swept by the next launch under its name."""
+    first = start(own_root, "same", str(long_model))
+    first.wait_ready()
+    with load(first, FOREVER):
+        processes = first.processes()
+        assert len(processes) == 3
+        first.process.kill()
+        assert_gone(processes, 5)
+    assert (first.directory / "rpc.sock").exists()
+    with launched(own_root, "same", str(long_model)) as second:
+        assert second.record["pid"] == second.process.pid
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.25, 0.5, 0.8, 1.1, 1.5])
+def test_a_main_process_killed_while_loading_leaves_no_child(own_root: Path, tiny_model: Path, seconds: float) -> None:
+    instance = start(own_root, "early", str(tiny_model))
+    time.sleep(seconds)
+    processes = instance.processes()
+    instance.process.kill()
+    instance.process.wait()
+    assert_gone(processes, 5)
+
+
+def test_sigterm_refuses_new_work_and_finishes_the_old(own_root: Path, long_model: Path) -> None:
+    """Also when the whole group gets the signal, as systemd does it: if children obeyed, the requests would be lost."""
+    with launched(own_root, "drained", str(long_model)) as instance, load_for(instance, seconds=1.5) as requests:
+        processes, url = instance.processes(), instance.url
+        for process in reversed(processes):
+            process.terminate()
+        wait_until(lambda: instance.record.get("state") == "draining", 1, "draining")
+        health = httpx.get(f"{url}/health")
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 1})
+        assert all(request.going for request in requests), "they ended too soon to show anything"
+        assert health.status_code == 503
+        assert refused.status_code == 503
+        assert "draining" in refused.json()["error"]["message"]
+        for request in requests:
+            request.wait(20)
+            assert request.status == 200
+            assert request.error is None
+        for request in requests[:2]:
+            assert request.events[-1] == "[DONE]"
+            assert [event["choices"][0]["finish_reason"] for event in request.events[:-1]][-1] == "length"
+        for request in requests[2:]:
+            assert request.body["choices"][0]["finish_reason"] == "length"
+        assert instance.wait_ended(3) == 0
+        assert_gone(processes, 1)
+        assert not instance.directory.exists()
+
+
+def test_a_drain_has_a_deadline(own_root: Path, long_model: Path) -> None:
+    options = (str(long_model), "--drain-timeout", "0.5")
+    with launched(own_root, "deadline", *options) as instance, load(instance, FOREVER) as requests:
+        told = time.monotonic()
+        instance.process.send_signal(signal.SIGTERM)
+        for request in requests:
+            request.wait(2)
+            assert request.error is not None
+        assert requests[2].status == 503
+        assert time.monotonic() - told >= 0.5
+        assert instance.wait_ended(3) == 0
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(own_root: Path, long_model: Path, second: signal.Signals) -> None:
+    with launched(own_root, "twice", str(long_model)) as instance, load(instance, FOREVER):
+        processes = instance.processes()
+        instance.process.send_signal(signal.SIGINT)
+        wait_until(lambda: instance.record.get("state") == "draining", 1, "draining")
+        instance.process.send_signal(second)
+        assert instance.wait_ended(1) == 128 + second
+        assert_gone(processes, 1)
+        assert not instance.directory.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_is_enough_while_loading(own_root: Path, tiny_model: Path, number: signal.Signals) -> None:
+    instance = start(own_root, "loading", str(tiny_model))
+    wait_until(lambda: instance.record.get("children"), 5, "the children's start")
+    processes = instance.processes()
+    instance.process.send_signal(number)
+    assert instance.wait_ended(2) == 128 + number
+    assert_gone(processes, 1)
+    assert not instance.directory.exists()
+
+
+def paused_while_loading(root: Path, model: Path) -> tuple[RunningInstance, psutil.Process]:
+    """An instance that cannot get ready because its scheduler is stopped."""
+    instance = start(root, "loading", str(model))
+    wait_until(lambda: len(psutil.Process(instance.process.pid).children()) == 2, 5, "the children's start")
+    scheduler = instance.child("scheduler")
+    scheduler.suspend()
+    wait_until(lambda: instance.record.get("port"), 2, "the port")
+    return instance, scheduler
+
+
+def test_a_child_that_dies_while_loading_ends_the_launch(own_root: Path, tiny_model: Path) -> None:
+    instance, scheduler = paused_while_loading(own_root, tiny_model)
+    answer = httpx.get(f"{instance.url}/health", timeout=2)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "the model is still loading"
+    assert instance.record["state"] == "starting"
+    processes = instance.processes()
+    scheduler.kill()
+    assert instance.wait_ended(2) == 1
+    assert f"the scheduler (pid {scheduler.pid}) was killed by SIGKILL" in instance.log_text().splitlines()[-1]
+    assert_gone(processes, 1)
+    assert not instance.directory.exists()
+
+
+def test_a_broken_checkpoint_ends_the_launch_with_its_message(own_root: Path, tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in tiny_model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = next(broken.glob("*.safetensors"))
+    os.truncate(weights, weights.stat().st_size // 2)
+    instance = start(own_root, "broken", str(broken))
+    assert instance.wait_ended(15) != 0
+    assert weights.name in instance.log_text().splitlines()[-1]
+    assert not instance.directory.exists()
+
+
+def test_the_watchdog_ends_a_scheduler_that_makes_no_step(own_root: Path, long_model: Path) -> None:
+    """And leaves one alone that has nothing to do."""
+    with launched(own_root, "stuck", str(long_model), "--watchdog-timeout", "1.5") as instance:
+        time.sleep(2)
+        assert httpx.get(f"{instance.url}/health").status_code == 200
+        processes = instance.processes()
+        with load(instance, FOREVER) as requests:
+            stopped = time.monotonic()
+            instance.child("scheduler").suspend()
+            for request in requests:
+                request.wait(6)
+                assert request.error is not None
+                assert "made no step for 1.5 s" in request.error["message"]
+            assert time.monotonic() - stopped >= 1.5
+        assert instance.wait_ended(4) == 1
+        assert_gone(processes, 1)
