@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -34,6 +35,7 @@ from llmserve.runtime.messages import (
     SchedulerInput,
     SchedulerMetrics,
     StrRow,
+    SubscribeMetricsReqInput,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
     TokenizerManagerInput,
@@ -43,6 +45,7 @@ from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.ports import PortArgs
 from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.validation import Limits, RequestError
+from llmserve.runtime.watchers import Watchers
 from llmserve.runtime.wire import Pull, Push
 
 __all__ = ["RequestError", "TokenizerManager"]
@@ -88,6 +91,7 @@ class TokenizerManager:
         self._pull: Pull | None = None
         self._metrics_pull: Pull | None = None
         self._push: Push | None = None
+        self._watchers = Watchers(Path(ports.metrics_ipc_name.removeprefix("ipc://")).parent)
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -135,6 +139,7 @@ class TokenizerManager:
         for socket in (self._pull, self._metrics_pull, self._push):
             if socket is not None:
                 socket.close()
+        self._watchers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -323,6 +328,11 @@ class TokenizerManager:
             message = await pull.arecv()
             if isinstance(message, BatchStrOutput | BatchEmbeddingOutput):
                 self._deliver(message)
+            elif isinstance(message, SubscribeMetricsReqInput):
+                try:
+                    self._watchers.subscribe(message)
+                except ValueError as error:
+                    log.warning("no metrics for watcher=%r reason=%s", message.endpoint, error)
 
     def _deliver(self, batch: BatchStrOutput | BatchEmbeddingOutput) -> None:
         now = time.perf_counter()
@@ -374,3 +384,7 @@ class TokenizerManager:
             idle = message.running + message.waiting == 0 or message.state == "paused"
             if idle or before is None or message.steps_total != before.steps_total:
                 self._moved = self._heard
+            if message.state == "draining" and self.state == "ready":  # an operator asked the scheduler for it
+                self.drain()
+            if self._watchers:
+                self._watchers.offer(self.http_metrics())

@@ -22,17 +22,20 @@ from llmserve.runtime.messages import (
     EmbeddingRow,
     FinishReason,
     GenerateReqInput,
+    HttpMetrics,
     LogprobOptions,
     Message,
+    MetricsInput,
     SamplingParams,
     SchedulerInput,
     SchedulerMetrics,
     StrRow,
+    SubscribeMetricsReqInput,
     TokenIDRow,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
 )
-from llmserve.runtime.ports import PortArgs
+from llmserve.runtime.ports import PortArgs, ipc_address
 from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.tokenizer_manager import RequestError, TokenizerManager
 from llmserve.runtime.wire import Pull, Push
@@ -504,3 +507,26 @@ async def test_a_message_that_is_not_for_the_front_is_ignored(manager: Tokenizer
     stack.text.send(wrong)
     stack.send(row("r", "fine", finish=LENGTH))
     assert (await running)[-1].text == "fine"
+
+
+async def test_a_drain_of_the_scheduler_is_one_of_the_front(manager: TokenizerManager, stack: FakeStack) -> None:
+    await seen(manager, stack, metrics(state="draining"))
+    assert manager.healthy() == (False, "draining")
+    with pytest.raises(RequestError) as refused:
+        await collect(manager, request())
+    assert (refused.value.status, refused.value.code) == (503, "draining")
+
+
+async def test_a_watcher_gets_the_fronts_metrics_too(
+    manager: TokenizerManager, stack: FakeStack, tmp_path: Path
+) -> None:
+    watcher = Pull(ipc_address(tmp_path / "watch-1"), MetricsInput)
+    stack.text.send(SubscribeMetricsReqInput(endpoint="../elsewhere"))  # refused, and nothing else happens
+    stack.text.send(SubscribeMetricsReqInput(endpoint="watch-1"))
+    waiting = asyncio.create_task(watcher.arecv())
+    while not waiting.done():
+        await seen(manager, stack, metrics(time=asyncio.get_running_loop().time()))
+    pushed = waiting.result()
+    assert isinstance(pushed, HttpMetrics)
+    assert [process.role for process in pushed.processes] == ["main"]
+    watcher.close()
