@@ -57,6 +57,18 @@ COMMANDS: dict[str, Entry] = {
         "Show one instance in depth: load, memory, processes, options.",
         ("llmserve status", "llmserve status -i prod --json"),
     ),
+    "top": Entry(
+        "top.command",
+        "top",
+        LOOK,
+        "Watch an instance live.",
+        (
+            "llmserve top",
+            "llmserve top --once --json",
+            "llmserve top --record busy.jsonl",
+            "llmserve top --replay busy.jsonl --speed 10",
+        ),
+    ),
     "requests": Entry(
         "requests",
         "requests",

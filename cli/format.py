@@ -3,6 +3,8 @@
 
 def duration(seconds: float) -> str:
     """A time at the precision that one reads at a glance: 850us, 12ms, 3.4s, 2m05s, 3h20m, 4d02h."""
+    if seconds <= 0:
+        return "0s"
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f}us"
     if seconds < 1:

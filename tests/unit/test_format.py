@@ -7,6 +7,7 @@ from llmserve.cli.console import printable
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
+        (0, "0s"),
         (0.00085, "850us"),
         (0.0042, "4.2ms"),
         (0.012, "12ms"),

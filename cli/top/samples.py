@@ -1,0 +1,88 @@
+"""What `top` is fed with, and the file that `--record` writes and `--replay` reads: one sample a line, as JSON.
+
+Two kinds of samples are the messages that the instance itself pushes; the others are what top sees from outside.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from llmserve.runtime.messages import HttpMetrics, Row, SchedulerMetrics
+
+FORMAT = "llmserve-top"
+FORMAT_VERSION = 1
+
+
+Status = Literal["connected", "starting", "lost", "dead"]
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How top stands with the instance, from its record in the registry. Sent when it changes."""
+
+    time: float
+    status: Status
+    name: str
+    model: str = ""
+    address: str = ""
+    detail: str = ""
+    """Why there is no connection, for the reader."""
+
+
+class GpuInfo(Row, frozen=True, kw_only=True):
+    index: int
+    name: str
+    used_bytes: int
+    total_bytes: int
+    busy_percent: float
+
+
+class Gpus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The devices of this machine, where it has some."""
+
+    time: float
+    gpus: tuple[GpuInfo, ...]
+
+
+Sample = SchedulerMetrics | HttpMetrics | Link | Gpus
+
+
+class RecordingError(Exception):
+    """A file is not a recording that this version can replay."""
+
+    exit_code = 2
+
+
+class Recorder:
+    """Writes samples to a file as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._file.write(json.dumps({"format": FORMAT, "version": FORMAT_VERSION}).encode() + b"\n")
+
+    def add(self, sample: Sample) -> None:
+        self._file.write(msgspec.json.encode(sample) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[Sample]:
+    """The samples of a recording, in their order. Raises RecordingError where the file is not one."""
+    decoder = msgspec.json.Decoder(Sample)
+    with path.open("rb") as file:
+        try:
+            header = json.loads(file.readline())
+            version = header["version"] if header["format"] == FORMAT else None
+        except (ValueError, KeyError, TypeError):
+            version = None
+        if version != FORMAT_VERSION:
+            raise RecordingError(f"{path} is not a recording of llmserve top (format version {FORMAT_VERSION})")
+        for number, line in enumerate(file, start=2):
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise RecordingError(f"{path}:{number} is not a sample: {error}") from None

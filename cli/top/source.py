@@ -1,0 +1,278 @@
+"""Where samples come from: a running instance (Live) or a recording (Replay). Each works in a thread of its own.
+
+Live binds a PULL socket in the instance's directory and leases the metrics of all its replicas over RPC, so it takes
+nothing from anyone else; it finds the instance again after a restart. It also carries out what the user asks for.
+"""
+
+import contextlib
+import os
+import queue
+import secrets
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from llmserve.cli import format
+from llmserve.cli.rpc import Remote
+from llmserve.cli.top.keys import Abort, Action, Flush
+from llmserve.cli.top.samples import GpuInfo, Gpus, Link, Recorder, Sample, Status, read
+from llmserve.runtime.client import RpcCallError
+from llmserve.runtime.instance import InstanceError, InstanceRecord, find_instance
+from llmserve.runtime.messages import AbortReqInput, FlushCacheReqInput, MetricsInput, SubscribeMetricsReqInput
+from llmserve.runtime.ports import ipc_address
+from llmserve.runtime.wire import Poller, Pull
+
+LEASE_S = 10.0
+RENEW_S = 3.0
+LOOK_S = 1.0
+"""How often it is looked whether the instance lives, and how soon it is tried again."""
+POLL_S = 0.25
+CALL_TIMEOUT_S = 5.0
+ACTION_TIMEOUT_S = 30.0
+GPU_S = 2.0
+
+
+class Notice(NamedTuple):
+    """Something to tell the user: how an action ended."""
+
+    text: str
+
+
+class Ended(NamedTuple):
+    """Nothing more will come, because of `error` if there is one."""
+
+    error: Exception | None = None
+
+
+Item = Sample | Notice | Ended
+
+
+class Source:
+    """A queue that a thread fills. `wake` is called from that thread when something has been put in."""
+
+    ends = False
+    """Whether it ends by itself."""
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._ends = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def now(self) -> float:
+        """The time on the samples' clock."""
+        return time.time()
+
+    def take(self) -> list[Item]:
+        """What has come since the last call; never blocks."""
+        items = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                items.append(self._items.get_nowait())
+        return items
+
+    def act(self, action: Action) -> None:
+        """Starts to do what the user asks for; a Notice tells how it ended."""
+        self.put(Notice("a recording cannot be changed"))
+
+    def start(self) -> None:
+        self._spawn(self._run)
+
+    def close(self) -> None:
+        self._ends.set()
+        for thread in self._threads:
+            thread.join()
+
+    def put(self, item: Item) -> None:
+        self._items.put(item)
+        self.wake()
+
+    def _spawn(self, target: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                target()
+            except Exception as error:
+                self.put(Ended(error))
+
+        thread = threading.Thread(target=run, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+
+class Replay(Source):
+    """A recording, at `speed` times the pace at which it was made; at pace 0 all at once."""
+
+    ends = True
+
+    def __init__(self, path: Path, speed: float) -> None:
+        super().__init__()
+        self._path = path
+        self._speed = speed
+        self._origin: tuple[float, float] | None = None
+        """The time of the first sample, and when it was put on the queue."""
+        self._last = 0.0
+
+    def now(self) -> float:
+        if self._origin is None or not self._speed:
+            return self._last
+        first, began = self._origin
+        return min(max(self._last, first + (time.monotonic() - began) * self._speed), self._last + 1.0)
+
+    def _run(self) -> None:
+        for sample in read(self._path):
+            if self._origin is None:
+                self._origin = sample.time, time.monotonic()
+            elif self._speed:
+                first, began = self._origin
+                if self._ends.wait(max(0.0, began + (sample.time - first) / self._speed - time.monotonic())):
+                    return
+            self._last = sample.time
+            self.put(sample)
+        self.put(Ended())
+
+
+class Live(Source):
+    """A running instance, by name. `found` is its record as it was first; it may restart and be found again."""
+
+    def __init__(self, found: InstanceRecord, recorder: Recorder | None = None) -> None:
+        super().__init__()
+        self._record = found
+        self._recorder = recorder
+        self._link: Link | None = None
+
+    def start(self) -> None:
+        super().start()
+        if shutil.which("nvidia-smi"):
+            self._spawn(self._watch_gpus)
+
+    def act(self, action: Action) -> None:
+        self._spawn(lambda: self.put(Notice(self._do(action))))
+
+    def put(self, item: Item) -> None:
+        if self._recorder is not None and not isinstance(item, Notice | Ended):
+            self._recorder.add(item)
+        super().put(item)
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            try:
+                self._record = find_instance(self._record.name)
+                if self._record.state == "starting":
+                    self._say("starting")
+                else:
+                    self._watch()
+            except InstanceError as error:
+                self._say("dead", str(error))
+            except RpcCallError as error:
+                self._say("lost", str(error))
+            self._ends.wait(LOOK_S / 2)
+
+    def _watch(self) -> None:
+        """Passes on the metrics of this life of the instance. Raises RpcCallError or InstanceError when it ends."""
+        record = self._record
+        endpoint = f"watch-{os.getpid()}-{secrets.token_hex(4)}"
+        path = record.directory / endpoint
+        lease = SubscribeMetricsReqInput(endpoint=endpoint, lease_s=LEASE_S)
+        pull = Pull(ipc_address(path), MetricsInput)
+        try:
+            with Remote(record, CALL_TIMEOUT_S) as remote:
+                poller = Poller(pull)
+                renew = look = 0.0
+                while not self._ends.is_set():
+                    if time.monotonic() >= look:
+                        look = time.monotonic() + LOOK_S
+                        if not record.alive:
+                            raise InstanceError(f"its process {record.pid} is gone", 69)
+                    if time.monotonic() >= renew:
+                        remote.each(lease)
+                        renew = time.monotonic() + RENEW_S
+                        self._say("connected")
+                    poller.wait(POLL_S)
+                    while (message := pull.recv()) is not None:
+                        self.put(cast(MetricsInput, message))
+        finally:
+            pull.close()
+            path.unlink(missing_ok=True)
+
+    def _say(self, status: Status, detail: str = "") -> None:
+        """Passes on how the connection stands, when that has changed."""
+        record = self._record
+        link = Link(
+            time=time.time(),
+            status=status,
+            name=record.name,
+            model=record.served_model_names[0] if record.served_model_names else record.model,
+            address=f"{record.host}:{record.port}",
+            detail=detail,
+        )
+        if self._link is None or (link.status, link.detail, link.address) != (
+            self._link.status,
+            self._link.detail,
+            self._link.address,
+        ):
+            self._link = link
+            self.put(link)
+
+    def _do(self, action: Action) -> str:
+        """Carries an action out and says how it ended."""
+        try:
+            with Remote(self._record, ACTION_TIMEOUT_S) as remote:
+                if isinstance(action, Abort):
+                    answers = remote.each(AbortReqInput(rids=tuple(action)))
+                    aborted = {rid for answer in answers for rid in answer.aborted}
+                    gone = len(action) - len(aborted)
+                    return f"aborted {format.plural(len(aborted), 'request')}" + (f", {gone} had ended" if gone else "")
+                if isinstance(action, Flush):
+                    flushed = remote.each(FlushCacheReqInput())
+                    pages = sum(answer.pages_freed for answer in flushed)
+                    return f"flushed {format.plural(pages, 'page')}"
+        except RpcCallError as error:
+            return str(error)
+        return ""
+
+    def _watch_gpus(self) -> None:
+        while not self._ends.is_set():
+            gpus = ask_nvidia_smi()
+            if gpus:
+                self.put(Gpus(time=time.time(), gpus=gpus))
+            self._ends.wait(GPU_S)
+
+
+NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=index,name,memory.used,memory.total,utilization.gpu",
+    "--format=csv,noheader,nounits",
+)
+
+
+def ask_nvidia_smi() -> tuple[GpuInfo, ...]:
+    """The devices of this machine; none when it cannot be told."""
+    try:
+        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, check=True)
+        return parse_gpus(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ()
+
+
+def parse_gpus(text: str) -> tuple[GpuInfo, ...]:
+    """What nvidia-smi printed, a device a line; memory comes in MiB. Raises ValueError."""
+    found = []
+    for line in text.splitlines():
+        index, name, used, total, busy = (cell.strip() for cell in line.split(","))
+        found.append(
+            GpuInfo(
+                index=int(index),
+                name=name,
+                used_bytes=int(used) << 20,
+                total_bytes=int(total) << 20,
+                busy_percent=float(busy),
+            )
+        )
+    return tuple(found)

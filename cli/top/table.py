@@ -1,0 +1,70 @@
+"""The table of requests: its columns, and which rows it shows in which order. The keys and the view both ask it."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from llmserve.cli import format
+from llmserve.cli.console import printable
+from llmserve.cli.top.model import Request
+
+RequestKey = tuple[str, int, int]
+"""What tells rows apart: rid, index, dp_rank."""
+
+
+class Column(NamedTuple):
+    """One column: its cell's text, and what rows are sorted by. `rank` 0 is kept longest when the screen is narrow."""
+
+    name: str
+    width: int
+    rank: int
+    cell: Callable[[Request], str]
+    order: Callable[[Request], float | str]
+    right: bool = True
+    descending: bool = True
+    """Which way it sorts at first: the largest first, where that is what one looks for."""
+
+
+COLUMNS = (
+    Column("RID", 12, 0, lambda r: rid_of(r), lambda r: r.rid, right=False, descending=False),
+    Column("STATE", 7, 3, lambda r: r.state, lambda r: r.state, right=False, descending=False),
+    Column("AGE", 6, 1, lambda r: format.duration(r.age_s), lambda r: r.age_s),
+    Column("PROMPT", 7, 5, lambda r: format.number(r.prompt_tokens), lambda r: r.prompt_tokens),
+    Column("CACHED", 7, 6, lambda r: format.number(r.cached_tokens), lambda r: r.cached_tokens),
+    Column("OUTPUT", 11, 2, lambda r: output_of(r), lambda r: r.output_tokens),
+    Column("TOK/S", 6, 4, lambda r: f"{r.tokens_per_s:.1f}", lambda r: r.tokens_per_s),
+    Column("TTFT", 6, 7, lambda r: "-" if r.ttft_s is None else format.duration(r.ttft_s), lambda r: r.ttft_s or 0.0),
+    Column("RETR", 4, 9, lambda r: str(r.retractions), lambda r: r.retractions),
+    Column("USER", 10, 8, lambda r: printable(r.user) or "-", lambda r: r.user, right=False, descending=False),
+)
+BY_NAME = {column.name: column for column in COLUMNS}
+
+
+def rid_of(request: Request) -> str:
+    name = printable(request.rid)
+    return f"{name} #{request.index}" if request.index else name
+
+
+def output_of(request: Request) -> str:
+    return f"{format.number(request.output_tokens)}/{format.number(request.max_new_tokens)}"
+
+
+def key_of(request: Request) -> RequestKey:
+    return request.rid, request.index, request.dp_rank
+
+
+def arrange(requests: Iterable[Request], sort: str, reverse: bool, wanted: str) -> list[Request]:
+    """The requests that contain `wanted` in their rid, user or state, by column `sort`; equals stay by rid."""
+    wanted = wanted.lower()
+    rows = [r for r in requests if not wanted or wanted in f"{r.rid}\n{r.user}\n{r.state}".lower()]
+    column = BY_NAME[sort]
+    rows.sort(key=key_of)
+    rows.sort(key=column.order, reverse=column.descending != reverse)
+    return rows
+
+
+def fitting(width: int) -> list[Column]:
+    """The columns that fit into `width` cells, two spaces apart, the least important ones left out."""
+    chosen = list(COLUMNS)
+    while len(chosen) > 1 and sum(column.width + 2 for column in chosen) - 2 > width:
+        chosen.remove(max(chosen, key=lambda column: column.rank))
+    return chosen
