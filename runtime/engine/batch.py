@@ -5,12 +5,16 @@ keep in step: abort, retraction and a lost request need no message to them. It i
 bytes in a tensor to the other ranks. Token ids and page numbers are int32 bytes.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
 
 from llmserve.runtime.messages import SamplingParams
+
+if TYPE_CHECKING:
+    from llmserve.runtime.models.hub import Checkpoint
 
 
 class SampleSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -102,10 +106,35 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
 
 
+class WeightSwap(Protocol):
+    """How the weights of a worker are exchanged: on all its ranks, or on none. Implemented by engine/swap.py."""
+
+    def differences(self, new: "Checkpoint") -> list[str]:
+        """What keeps a checkpoint from replacing the one that serves, a line each. Raises ConfigError."""
+        ...
+
+    def stage(self, new: "Checkpoint", progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> int:
+        """Reads the new weights beside those that serve, in another thread; returns their bytes.
+
+        `progress` is called with (done, total) in bytes. Raises ConfigError, or what a read raises; then, or when it
+        was `cancelled`, nothing is staged.
+        """
+        ...
+
+    def commit(self) -> None:
+        """Puts the staged weights in place while no step runs. If it raises, the old ones are in place."""
+        ...
+
+    def discard(self) -> None:
+        """Frees what is staged."""
+        ...
+
+
 class Worker(Protocol):
     """One replica's model, however many ranks hold it. Implemented by engine/runner.py; tests have a fake one."""
 
     info: WorkerInfo
+    swap: WeightSwap
 
     def submit(self, plan: StepPlan) -> StepHandle: ...
 

@@ -11,6 +11,7 @@ from llmserve.runtime.attention.select import make_attention
 from llmserve.runtime.config import ConfigError, ServerArgs
 from llmserve.runtime.engine.batch import WorkerInfo
 from llmserve.runtime.engine.memory import pool_tokens
+from llmserve.runtime.engine.swap import ModelSwap
 from llmserve.runtime.engine.weights import load_weights, weight_bytes
 from llmserve.runtime.engine.worker import TpModelWorker
 from llmserve.runtime.models.configs import ModelConfig
@@ -48,6 +49,7 @@ def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) 
     progress("kv pool", info.num_pages * info.page_size, info.num_pages * info.page_size, "tokens")
     attention = make_attention(args.attention_backend, geometry, info.num_pages)
     worker = TpModelWorker(model, attention, info, device)
+    worker.swap = ModelSwap(model, checkpoint)
 
     progress("warm-up", 0, 1, "")
     worker.warm_up()

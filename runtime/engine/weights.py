@@ -102,9 +102,19 @@ def stage_weights(
 
 
 def commit_weights(model: CausalLM) -> None:
-    """Exchanges the staged weights with the ones that serve. No step may run meanwhile. A second call undoes it."""
-    for weight in weights_of(model):
-        weight.commit()
+    """Exchanges the staged weights with the ones that serve. No step may run meanwhile. A second call undoes it.
+
+    If it raises, nothing was exchanged.
+    """
+    exchanged: list[Weight] = []
+    try:
+        for weight in weights_of(model):
+            weight.commit()
+            exchanged.append(weight)
+    except BaseException:
+        for weight in exchanged:
+            weight.commit()
+        raise
 
 
 def discard_weights(model: CausalLM) -> None:

@@ -18,6 +18,7 @@ from llmserve.runtime.engine.batch import (
     SampleSpec,
     StepPlan,
     StepResult,
+    WeightSwap,
     WorkerInfo,
     int32_array,
     int32_bytes,
@@ -33,6 +34,9 @@ PROMPT_LOGPROB_ROWS = 128
 
 class TpModelWorker:
     """Runs plans on one device. `submit` computes the step before it returns: its handle is done."""
+
+    swap: WeightSwap
+    """Set by who knows the checkpoint."""
 
     def __init__(self, model: CausalLM, attention: AttentionBackend, info: WorkerInfo, device: torch.device) -> None:
         self.info = info

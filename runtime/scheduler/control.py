@@ -33,10 +33,12 @@ from llmserve.runtime.messages import (
     RpcProgress,
     SubscribeMetricsReqInput,
     SubscribeMetricsReqOutput,
+    UpdateWeightReqInput,
 )
 from llmserve.runtime.scheduler.loop import Scheduler
 from llmserve.runtime.scheduler.request import Group
 from llmserve.runtime.scheduler.rpc import Refusal, Work
+from llmserve.runtime.scheduler.update import WeightUpdates
 from llmserve.runtime.watchers import Watchers
 
 
@@ -50,7 +52,7 @@ class Control:
         watchers: Watchers,
         forward: Callable[[SubscribeMetricsReqInput], None],
     ):
-        self.model_path = model_path
+        self._updates = WeightUpdates(scheduler, model_path)
         self._scheduler = scheduler
         self._watchers = watchers
         self._forward = forward
@@ -60,6 +62,7 @@ class Control:
             PingReqInput: self.ping,
             AbortReqInput: self.abort,
             FlushCacheReqInput: self.flush_cache,
+            UpdateWeightReqInput: self.update_weights,
             PauseGenerationReqInput: self.pause_generation,
             ContinueGenerationReqInput: self.continue_generation,
             DrainReqInput: self.drain,
@@ -71,10 +74,7 @@ class Control:
 
     def start(self, request: ControlReqInput) -> Message | Work:
         """Begins a verb: the answer, or the work that will give it. Raises Refusal."""
-        verb = self._verbs.get(type(request))
-        if verb is None:
-            raise Refusal("invalid", f"this scheduler does not serve {type(request).__name__}")
-        return verb(request)
+        return self._verbs[type(request)](request)
 
     # ---- verbs that answer at once -----------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class Control:
         options = msgspec.to_builtins(scheduler.args)
         return GetStatusReqOutput(
             state=load.state,
-            model=self.model_path,
+            model=self._updates.model_path,
             weight_version=scheduler.weight_version,
             uptime_s=scheduler.snapshots.uptime_s,
             steps=scheduler.results.counters.steps,
@@ -174,6 +174,10 @@ class Control:
                 retracted=scheduler.results.counters.retractions - retractions,
                 aborted=aborted if request.mode == "abort" else 0,
             )
+
+    def update_weights(self, request: UpdateWeightReqInput) -> Work:
+        with self._alone("an update of the weights"):
+            return (yield from self._updates.update(request))
 
     # ---- what they share ---------------------------------------------------------------------------------------------
 

@@ -2,14 +2,19 @@
 
 import itertools
 import math
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 from scheduler_harness import GREEDY, Harness
 
+from llmserve.runtime.config import ConfigError
 from llmserve.runtime.engine.batch import int32_bytes
 from llmserve.runtime.messages import (
     PROTOCOL_VERSION,
@@ -42,7 +47,10 @@ from llmserve.runtime.messages import (
     RpcProgress,
     SubscribeMetricsReqInput,
     SubscribeMetricsReqOutput,
+    UpdateWeightReqInput,
+    UpdateWeightReqOutput,
 )
+from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.ports import ipc_address
 from llmserve.runtime.scheduler.control import Control
 from llmserve.runtime.scheduler.rpc import MAX_PENDING, RpcServer
@@ -487,6 +495,231 @@ def test_status_shows_the_options_and_this_process() -> None:
     assert (status.options["max_running_requests"], status.options["served_model_names"]) == (3, ["x", "y"])
     assert [process.role for process in status.processes] == ["main", "scheduler"]
     assert all(process.pid > 0 and process.rss_bytes > 1 << 20 for process in status.processes)
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+class FakeSwap:
+    """`serving` and `staged` are paths. A staging reads one of `parts` tensors each time it may."""
+
+    def __init__(self) -> None:
+        self.serving, self.staged, self.parts = "/models/fake", "", 3
+        self.differing: list[str] = []
+        self.fail_stage: Exception | None = None
+        self.fail_commit: Exception | None = None
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self.quiet: Callable[[], bool] = lambda: True
+
+    def differences(self, new: Checkpoint) -> list[str]:
+        return self.differing
+
+    def stage(self, new: Checkpoint, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> int:
+        for part in range(self.parts):
+            progress(part * 100, self.parts * 100)
+            while not self.may_read.wait(0.001):
+                if cancelled():
+                    return 0
+            if self.fail_stage is not None:
+                raise self.fail_stage
+        self.staged = new.path
+        return self.parts * 100
+
+    def commit(self) -> None:
+        assert self.quiet(), "a commit while a step may run"
+        assert self.staged
+        if self.fail_commit is not None:
+            raise self.fail_commit
+        self.serving, self.staged = self.staged, ""
+
+    def discard(self) -> None:
+        self.staged = ""
+
+
+class Updated(Operated):
+    """With weights that can be exchanged; any path but one that begins with /missing is a checkpoint."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: object):
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.swap = FakeSwap()
+        self.swap.quiet = lambda: self.scheduler.quiet and self.scheduler.kv.used == 0
+        self.worker.swap = self.swap  # type: ignore[attr-defined]
+        monkeypatch.setattr("llmserve.runtime.models.hub.resolve", self.resolve)
+
+    @staticmethod
+    def resolve(path: str, load_format: str) -> Checkpoint:
+        if path.startswith("/missing"):
+            raise ConfigError(f"{path} does not exist")
+        return cast(Checkpoint, SimpleNamespace(path=path))
+
+    def update(self, path: str = "/models/new", **fields: Any) -> Message:
+        """The answer to an update; turns go on while the thread reads."""
+        client = self.call(UpdateWeightReqInput(model_path=path, **fields))
+        deadline = time.monotonic() + 10
+        while (answer := self.answer(client)) is None:
+            assert time.monotonic() < deadline
+            self.turn()
+            time.sleep(0.001)
+        return answer
+
+    def check_old_serves(self) -> None:
+        status = self.ask(GetStatusReqInput())
+        assert isinstance(status, GetStatusReqOutput)
+        assert (status.model, status.weight_version, status.state) == ("/models/fake", 1, "ready")
+        assert (self.swap.serving, self.swap.staged) == ("/models/fake", "")
+
+
+@pytest.mark.parametrize("mode", ["drain", "retract", "abort"])
+def test_an_update_pauses_commits_flushes_and_goes_on(monkeypatch: pytest.MonkeyPatch, mode: PauseMode) -> None:
+    harness = Updated(monkeypatch, max_running_requests=1)
+    harness.send("before", [5] * 20)
+    harness.run()
+    assert harness.scheduler.kv.cached > 0
+    harness.start_running("a")
+    harness.send("b", [9] * 6)
+    harness.swap.may_read.clear()  # reads until the test lets it, so that "a" still runs then
+    client = harness.call(UpdateWeightReqInput(model_path="/models/new", mode=mode))
+    harness.turn()
+    harness.swap.may_read.set()
+    while (answer := harness.answer(client)) is None:
+        time.sleep(0.002)
+        harness.turn()
+    assert isinstance(answer, UpdateWeightReqOutput)
+    assert (answer.old_version, answer.new_version, answer.bytes, answer.differences) == (1, 2, 300, ())
+    assert 0 <= answer.paused_s < answer.seconds
+    assert harness.scheduler.weight_version == 2
+    assert (harness.swap.serving, harness.swap.staged) == ("/models/new", "")
+    assert harness.scheduler.kv.cached == 0
+    harness.run()
+    assert harness.finish("a").type == ("abort" if mode == "abort" else "length")
+    assert harness.finish("b").type == "length"
+    if mode == "retract":
+        assert harness.output("a") == harness.expected([1, 2, 3, 4, 5, 6], LONG)
+    harness.check_empty()
+
+
+def test_steps_go_on_while_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Updated(monkeypatch)
+    harness.start_running("a")
+    harness.swap.may_read.clear()
+    client = harness.call(UpdateWeightReqInput(model_path="/models/new"))
+    while harness.scheduler.table.running:
+        harness.turn()
+    assert harness.answer(client) is None
+    assert harness.finish("a") == FinishReason(type="length")
+    harness.clock += 1.0
+    harness.turn()
+    assert harness.heard(client)[-1] == RpcProgress(stage="reading", done=0.0, total=300.0, unit="bytes")
+    assert refusal(harness.ask(FlushCacheReqInput())) == ("busy", "an update of the weights is under way already")
+    assert refusal(harness.ask(ContinueGenerationReqInput()))[0] == "busy"
+    harness.swap.may_read.set()
+    while harness.answer(client) is None:
+        harness.turn()
+    assert harness.swap.serving == "/models/new"
+
+
+def test_an_update_that_does_not_fit_is_refused_with_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Updated(monkeypatch)
+    harness.swap.differing = [f"layer {i}: shape [2], the model has [3]" for i in range(7)]
+    code, text = refusal(harness.update())
+    assert code == "failed"
+    assert text.splitlines() == [
+        "the checkpoint differs from the model that runs:",
+        *harness.swap.differing[:5],
+        "and 2 more",
+    ]
+    harness.check_old_serves()
+
+
+def test_a_dry_run_reports_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Updated(monkeypatch)
+    harness.swap.differing = ["config: num_layers is 3, the model has 2"]
+    answer = harness.update(dry_run=True)
+    assert isinstance(answer, UpdateWeightReqOutput)
+    assert (answer.old_version, answer.new_version) == (1, 1)
+    assert answer.differences == ("config: num_layers is 3, the model has 2",)
+    harness.swap.differing = []
+    answer = harness.update(dry_run=True)
+    assert isinstance(answer, UpdateWeightReqOutput)
+    assert answer.differences == ()
+    harness.check_old_serves()
+
+
+@pytest.mark.parametrize("error", [ConfigError("shard 2 is damaged"), OSError("disk"), MemoryError(), ValueError("x")])
+def test_a_failed_read_leaves_the_old_weights(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    harness = Updated(monkeypatch)
+    harness.start_running("a")
+    harness.swap.fail_stage = error
+    code, text = refusal(harness.update())
+    assert code == "failed"
+    assert text.endswith("; the old weights serve on")
+    harness.check_old_serves()
+    harness.run()
+    assert harness.finish("a") == FinishReason(type="length")
+    assert refusal(harness.update("/missing/model"))[1] == "/missing/model does not exist; the old weights serve on"
+    harness.swap.fail_stage = None
+    assert isinstance(harness.update(), UpdateWeightReqOutput)
+
+
+def test_a_failed_commit_leaves_the_old_weights_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Updated(monkeypatch)
+    harness.start_running("a")
+    harness.swap.fail_commit = MemoryError("no room")
+    assert refusal(harness.update()) == ("failed", "the exchange failed (no room); the old weights serve on")
+    harness.check_old_serves()
+    harness.run()
+    assert harness.finish("a") == FinishReason(type="length")
+
+
+def test_a_caller_who_leaves_cancels_before_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Updated(monkeypatch)
+    harness.swap.may_read.clear()
+    client = harness.call(UpdateWeightReqInput(model_path="/models/new"))
+    harness.turn()
+    harness.transport.gone.add(client)
+    harness.clock += 1.0
+    harness.turn()
+    assert not harness.server.pending
+    wait_for(lambda: harness.control._updates._staging is not None and harness.control._updates._staging.ended)
+    harness.check_old_serves()
+    harness.swap.may_read.set()
+    assert isinstance(harness.update(), UpdateWeightReqOutput)
+
+
+def test_a_deadline_while_it_pauses_cancels_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Updated(monkeypatch)
+    harness.start_running("a")
+    harness.swap.may_read.clear()
+    client = harness.call(UpdateWeightReqInput(model_path="/models/new", mode="drain"), timeout_s=0.2)
+    harness.turn()
+    harness.swap.may_read.set()
+    wait_for(lambda: harness.swap.staged != "")
+    while harness.answer(client) is None:
+        harness.turn()
+    assert refusal(harness.heard(client)[-1]) == ("timeout", "not done in time: pausing (1 running)")
+    harness.check_old_serves()
+    harness.run()
+    assert harness.finish("a") == FinishReason(type="length")
+
+
+def test_an_update_while_paused_leaves_it_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Updated(monkeypatch)
+    harness.start_running("a")
+    harness.ask(PauseGenerationReqInput(mode="retract"))
+    assert isinstance(harness.update(mode="drain"), UpdateWeightReqOutput)
+    assert harness.scheduler.pause_mode == "retract"
+    assert harness.scheduler.state == "paused"
+    harness.ask(ContinueGenerationReqInput())
+    harness.run()
+    assert harness.finish("a") == FinishReason(type="length")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 # ---- watchers ------------------------------------------------------------------------------------------------------
