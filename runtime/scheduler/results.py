@@ -155,8 +155,7 @@ class Results:
             self.token_rows.append(self._token_row(request, None))
 
     def _stopped(self, request: Request, token: int) -> FinishReason | None:
-        output_len = request.output_len
-        if token in request.stop_ids and output_len > request.params.min_new_tokens:
+        if token in request.stop_ids:  # it was forbidden while there were fewer than min_tokens
             return FinishReason(type="stop", matched=token if token in request.params.stop_token_ids else None)
         if request.decoder is not None:
             request.decoder.add([token])

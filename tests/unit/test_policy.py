@@ -1,0 +1,159 @@
+"""Who runs next: the order of the queue, the budget, and who gives way when memory runs out."""
+
+import pytest
+from fake_worker import FakeWorker
+from scheduler_harness import Harness, prompt_of
+
+from llmserve.runtime.messages import SamplingParams
+
+LONG = SamplingParams(temperature=0.0, max_new_tokens=60, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.0, max_new_tokens=2, ignore_eos=True)
+
+
+def running(harness: Harness) -> list[str]:
+    return [request.rid for request in harness.scheduler.table.running]
+
+
+def starts(harness: Harness, rids: list[str]) -> list[str]:
+    """The rids in the order in which they first ran."""
+    order: list[str] = []
+    while any(rid not in order for rid in rids):
+        assert harness.turn()
+        table = harness.scheduler.table
+        order += [r.rid for r in table.running if r.rid not in order]
+        order += [rid for rid in rids if rid not in order and harness.rows(rid)]
+    return order
+
+
+def test_fcfs_keeps_the_order_of_arrival() -> None:
+    harness = Harness(schedule_policy="fcfs", max_running_requests=1)
+    harness.send("warm", prompt_of(40), params=SHORT)
+    harness.run()
+    for rid, seed in (("a", 1), ("b", 2), ("hit", 0), ("c", 3)):
+        harness.send(rid, prompt_of(40, seed), params=SHORT)
+    assert starts(harness, ["a", "b", "hit", "c"]) == ["a", "b", "hit", "c"]
+
+
+def test_lpm_prefers_the_longest_cached_prefix() -> None:
+    harness = Harness(schedule_policy="lpm", max_running_requests=1)
+    harness.send("warm", prompt_of(40), params=SHORT)
+    harness.run()
+    harness.send("a", prompt_of(40, 1), params=SHORT)
+    harness.send("half", [*prompt_of(40)[:20], *prompt_of(20, 2)], params=SHORT)
+    harness.send("hit", prompt_of(40), params=SHORT)
+    harness.send("b", prompt_of(40, 3), params=SHORT)
+    assert starts(harness, ["a", "half", "hit", "b"]) == ["hit", "half", "a", "b"]
+
+
+def test_lpm_starves_nobody() -> None:
+    """A stream of perfect hits on a server with one place: the request that hits nothing has its turn all the same."""
+    harness = Harness(schedule_policy="lpm", max_running_requests=1, chunked_prefill_size=32)
+    harness.send("warm", prompt_of(40), params=SHORT)
+    harness.run()
+    harness.send("hit0", prompt_of(40), params=SHORT)
+    harness.send("cold", prompt_of(40, 1), params=SHORT)
+    arrived, count = harness.clock, 0
+    while not harness.rows("cold"):
+        count += 1
+        harness.send(f"hit{count}", prompt_of(40), params=SHORT)
+        harness.turn()
+        assert harness.clock - arrived < 5, "starved"
+    # A hit of 36 tokens is worth 36/32 s of waiting: the 112 hits that come within that time go first, in 2 turns each.
+    assert harness.clock - arrived == pytest.approx(112 * 2 * 0.01, rel=0.05)
+
+
+def test_the_budget_is_shared_by_prompts_and_free_for_decodes() -> None:
+    harness = Harness(chunked_prefill_size=16)
+    harness.send("a", prompt_of(4, 1), params=LONG)
+    harness.turn()
+    harness.send("b", prompt_of(10, 2), params=LONG)
+    harness.send("c", prompt_of(10, 3), params=LONG)
+    harness.send("d", prompt_of(10, 4), params=LONG)
+    for _ in range(3):
+        harness.turn()
+    steps = [[len(row.token_ids) // 4 for row in plan.rows] for plan in harness.worker.plans]
+    assert steps == [[4], [1, 10, 6], [1, 1, 4, 10], [1, 1, 1, 1]]
+
+
+def test_no_more_run_than_may() -> None:
+    harness = Harness(max_running_requests=3)
+    for i in range(5):
+        harness.send(f"r{i}", prompt_of(3, i), params=SHORT)
+    most = 0
+    while harness.turn():
+        most = max(most, *(len(plan.rows) for plan in harness.worker.plans))
+    assert most == 3
+
+
+def test_the_youngest_is_retracted_first_and_comes_back_in_its_place() -> None:
+    harness = Harness(FakeWorker(num_pages=16), schedule_policy="fcfs")
+    for i in range(4):
+        harness.send(f"r{i}", prompt_of(8, i), params=LONG)
+    while harness.scheduler.results.counters.retractions == 0:
+        harness.turn()
+    retracted = [request.rid for request in harness.scheduler.table.waiting if request.retractions]
+    assert retracted == [max(running(harness) + retracted)]
+    harness.send("late", prompt_of(8, 9), params=SHORT)
+    harness.turn()
+    assert [request.rid for request in harness.scheduler.table.waiting][-1] == "late"
+    assert [request.seq for request in harness.scheduler.table.waiting] == sorted(
+        request.seq for request in harness.scheduler.table.waiting
+    )
+    harness.run()
+    ends = [harness.finish(f"r{i}").type for i in range(4)]
+    assert ends == ["length"] * 4
+    assert harness.scheduler.results.counters.retractions < 20
+
+
+def test_the_oldest_is_never_retracted() -> None:
+    harness = Harness(FakeWorker(num_pages=10), max_running_requests=8)
+    for i in range(8):
+        harness.send(f"r{i}", prompt_of(3, i), params=SamplingParams(max_new_tokens=30, ignore_eos=True))
+    oldest = None
+    while harness.turn():
+        table = harness.scheduler.table
+        if table.running and table.running[0] is not oldest:
+            oldest = table.running[0]
+        first = min(table, key=lambda request: request.seq, default=None)
+        if first is not None and first.first_run is not None and not harness.scheduler.table.waiting:
+            assert first.lease is not None
+        if oldest is not None and oldest.rid == "r0":
+            assert oldest.retractions == 0
+    assert harness.scheduler.results.counters.retractions > 0
+    harness.check_empty()
+
+
+def test_a_request_waits_for_pages_that_another_one_computes() -> None:
+    harness = Harness(chunked_prefill_size=8)
+    prompt = prompt_of(20)
+    harness.send("first", prompt, params=LONG)
+    harness.send("same", prompt, params=LONG)
+    harness.send("other", prompt_of(6, 1), params=LONG)
+    harness.turn()
+    harness.turn()
+    assert running(harness) == ["first"]
+    harness.turn()  # the last 4 tokens of "first"; the last 4 of "same" must be computed anyway
+    assert running(harness) == ["first", "same"]
+    harness.turn()
+    assert running(harness) == ["first", "same", "other"]
+    assert [request.cached for request in harness.scheduler.table.running] == [0, 16, 0]
+
+
+def test_others_need_not_wait_with_it() -> None:
+    harness = Harness(chunked_prefill_size=24)
+    harness.send("first", prompt_of(20), params=LONG)
+    harness.send("same", prompt_of(20), params=LONG)
+    harness.send("other", prompt_of(6, 1), params=LONG)
+    harness.turn()
+    assert running(harness) == ["first", "other"]
+    harness.run()
+    for rid, prompt in (("first", prompt_of(20)), ("same", prompt_of(20)), ("other", prompt_of(6, 1))):
+        assert harness.output(rid) == harness.expected(prompt, LONG)
+
+
+def test_one_that_wants_no_hit_waits_for_nobody() -> None:
+    harness = Harness(chunked_prefill_size=64)
+    harness.send("first", prompt_of(40), params=LONG)
+    harness.embed("mean", prompt_of(40), pooling="mean")
+    harness.turn()
+    assert [len(row.token_ids) // 4 for row in harness.worker.plans[0].rows] == [40, 24]
