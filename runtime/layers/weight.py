@@ -35,8 +35,9 @@ class Weight(ABC):
 
     def commit(self) -> None:
         """Exchanges the staged values with the active ones, so that a second commit brings the old ones back."""
-        staged = self.staged()
-        self._staged = self._exchange(staged) if self._committed else self._first(staged)
+        if self._staged is None:
+            raise RuntimeError("a weight was committed before it was staged")
+        self._staged = self._exchange(self._staged) if self._committed else self._first(self._staged)
         self._committed = True
 
     def discard(self) -> None:

@@ -20,7 +20,7 @@ import platformdirs
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.models import gguf
 
-_VERSION = 1
+_VERSION = 2
 """Part of every digest: raised when a conversion changes, so that what older versions made is not used."""
 
 _SLOW_TOKENIZER_FILES = (
@@ -105,10 +105,15 @@ def _main(kind: str, source: Path, target: Path) -> None:
     if kind == "gguf":
         from transformers import PreTrainedTokenizerFast
 
+        link = (
+            target / "model.gguf"
+        )  # alone in its directory: transformers prefers a tokenizer.json that lies beside it
+        link.symlink_to(source)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=link.name, local_files_only=True)
+        link.unlink()
         config = gguf.hf_config(gguf.read_header(source))
         (target / "config.json").write_text(json.dumps(config, indent=2))
         (target / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
     else:
         from transformers import AutoTokenizer
 

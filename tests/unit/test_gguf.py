@@ -1,0 +1,225 @@
+"""GGUF files: dequantization against the gguf package, whole tiny models against their originals, the default model."""
+
+import functools
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from paged import Paged, load
+from test_models import CHUNKS, sequences
+from tiny_gguf import ARCHITECTURES, write_gguf
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from checkpoints import make_tiny
+from llmserve.runtime.config import ConfigError
+from llmserve.runtime.models.configs import parse_config
+from llmserve.runtime.models.gguf import GgufTensor, hf_config, read_header
+from llmserve.runtime.models.gguf_tensors import dequantize
+from llmserve.runtime.models.hub import Checkpoint, default_model, resolve
+
+SCALE_OFFSETS = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "IQ4_XS": [0],
+}
+"""Where a block has its float16 scales; everything else in a block may be any byte."""
+
+
+def without_tokenizer(file: Path) -> Checkpoint:
+    """The checkpoint of a file, but for its tokenizer, whose conversion takes seconds."""
+    return Checkpoint(str(file), "gguf", file.stem, "", parse_config(hf_config(read_header(file))))
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions go to a cache that is empty at first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", SCALE_OFFSETS)
+def test_dequantization_equals_the_gguf_package(name: str) -> None:
+    kind = GGMLQuantizationType[name]
+    block, size = GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (12, size), dtype=np.uint8)
+    for offset in SCALE_OFFSETS[name]:
+        blocks[:, offset : offset + 2] = random.normal(size=(12, 1)).astype(np.float16).view(np.uint8)
+    tensor = GgufTensor("w", (4, 3 * block), kind, 0)
+    expected = gguf.quants.dequantize(blocks.reshape(4, 3 * size), kind)
+    assert np.array_equal(dequantize(torch.from_numpy(blocks.ravel()), tensor).numpy(), expected)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_plain_types_stay_what_they_are(name: str, dtype: torch.dtype) -> None:
+    values = torch.randn(3, 8).to(dtype)
+    tensor = GgufTensor("w", (3, 8), GGMLQuantizationType[name], 0)
+    assert torch.equal(dequantize(values.flatten().view(torch.uint8), tensor), values)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_model_equals_its_original(family: str, tmp_path: Path) -> None:
+    """A float32 GGUF gives the logits of the checkpoint that it was made from: names, permutations, offsets, config."""
+    scalar = {"query_pre_attn_scalar": 32} if family.startswith("gemma") else {}
+    pattern = {"sliding_window_pattern": 6} if family == "gemma3_text" else {}
+    make_tiny(tmp_path, family, **scalar, **pattern)
+    extra = {"rope.freq_base_swa": 500.0} if family == "gemma3_text" else {}
+    file = write_gguf(tmp_path, tmp_path / "tiny.gguf", **extra)
+    checkpoints = (resolve(str(tmp_path)), without_tokenizer(file))
+    original, converted = (Paged(load(checkpoint)).run(sequences(), CHUNKS) for checkpoint in checkpoints)
+    for ours, theirs in zip(converted, original, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scaling", ["linear", "yarn"])
+def test_rope_scaling_of_a_file(scaling: str, tmp_path: Path) -> None:
+    rope_scaling = {"rope_type": scaling, "factor": 4.0, "original_max_position_embeddings": 64}
+    make_tiny(tmp_path, "qwen2", rope_scaling=rope_scaling)
+    file = write_gguf(tmp_path, tmp_path / "tiny.gguf")
+    assert without_tokenizer(file).config.layers == resolve(str(tmp_path)).config.layers
+
+
+def test_quantized_file_is_near_its_original(tmp_path: Path) -> None:
+    """Q8_0 keeps eight bits of a weight, so these logits, which vary by 1.5, move by less than 0.1."""
+    make_tiny(tmp_path, "llama")
+    file = write_gguf(tmp_path, tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
+    checkpoints = (resolve(str(tmp_path)), without_tokenizer(file))
+    original, converted = (torch.cat(Paged(load(checkpoint)).run(sequences(), CHUNKS)) for checkpoint in checkpoints)
+    assert 0 < (original - converted).pow(2).mean().sqrt() < 0.1
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_tokenizer_of_a_file_equals_the_original(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "llama")
+    file = write_gguf(tmp_path, tmp_path / "tiny.gguf")
+    checkpoint = resolve(str(file))
+    ours, original = (Tokenizer.from_file(f"{path}/tokenizer.json") for path in (checkpoint.tokenizer_dir, tmp_path))
+    text = "def add_argument(self, *args):\n    <|im_start|>Grüße 日本 😀<|im_end|>"
+    assert ours.encode(text).ids == original.encode(text).ids
+    assert checkpoint.config.eos_token_ids == (2,)
+    assert checkpoint.name == "tiny"
+    template = Path(checkpoint.tokenizer_dir) / "chat_template.jinja"
+    assert template.read_text() == "{{ messages[0]['content'] }}"
+
+
+# ---- damaged and foreign files ------------------------------------------------------------------------------------
+
+
+def damaged(tmp_path: Path, change: Any) -> Path:
+    make_tiny(tmp_path, "llama", num_hidden_layers=1)
+    file = write_gguf(tmp_path, tmp_path / "tiny.gguf")
+    data = bytearray(file.read_bytes())
+    file.write_bytes(change(data))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: b"", "cannot be read"),
+        (lambda data: b"GGUF", "not a whole GGUF file"),
+        (lambda data: b"NOPE" + data[4:], "not a GGUF file"),
+        (lambda data: data[:5000], "not a whole GGUF file"),
+        (lambda data: data[:-4], "cut short"),
+        (lambda data: data[:8] + struct.pack("<Q", 1 << 60) + data[16:], "claims"),
+        (lambda data: data[:24] + struct.pack("<Q", 1 << 62) + data[32:], "not a whole GGUF file"),
+        (lambda data: data.replace(b"general.architecture", b"general.architectur_"), "architecture ''"),
+        (lambda data: data.replace(b"llama.block_count", b"llama.block_coun_"), "lacks the metadata llama.block_count"),
+    ],
+    ids=range(9),
+)
+def test_damaged_file_is_a_clear_error(change: Any, message: str, tmp_path: Path) -> None:
+    file = damaged(tmp_path, change)
+    with pytest.raises(ConfigError, match=message):
+        load(without_tokenizer(file))
+
+
+def test_unknown_architecture_names_those_that_are_served(tmp_path: Path) -> None:
+    file = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(file, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"'mamba'; GGUF files are served for llama, "):
+        resolve(str(file))
+
+
+# ---- the default model ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def transformers_tensors() -> dict[str, Tensor]:
+    """The default model's tensors as transformers reads them from the file."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = Path(default_model())
+    config = AutoConfig.for_model(**hf_config(read_header(path)))
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    # transformers makes the same table of names anew for each of the model's 397 modules, which takes most of its time
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        return load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+
+
+def test_default_model_has_the_weights_that_transformers_reads(transformers_tensors: dict[str, Tensor]) -> None:
+    """Bit for bit, in all 272 tensors: Q4_1, Q8_0, the rows of q and k."""
+    model = load(resolve(default_model()))
+    slots = dict(model.slots())
+    assert len(slots) == 272
+    assert slots.keys() == transformers_tensors.keys()
+    for name, slot in slots.items():
+        value: Any = slot.weight.value
+        tensor = value if isinstance(value, Tensor) else value.unpack()
+        assert torch.equal(tensor[slot.into], transformers_tensors[name]), name
+
+
+def test_default_model_encodes_as_transformers_does() -> None:
+    from transformers import AutoTokenizer
+
+    path = Path(default_model())
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    checkpoint = resolve(str(path))
+    ours = Tokenizer.from_file(f"{checkpoint.tokenizer_dir}/tokenizer.json")
+    texts = [
+        "Hello, world! It's 12345 o'clock.",
+        "  two  spaces\tand\n\n\nlines\r\n",
+        "Grüße aus Köln, naïve café: 日本語のテキスト 😀 👩‍👩‍👧 Привет",
+        "<|im_start|>user\nHi<|im_end|>\n<|endoftext|><|not special|>",
+        "def f(x):\n    return x**2 + 0.5e-3  # κόσμε",
+        "",
+    ]
+    for text in texts:
+        assert ours.encode(text).ids == theirs(text).input_ids
+        assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == theirs.decode(theirs(text).input_ids)
+    messages = [{"role": "user", "content": "Hi"}]
+    template = (Path(checkpoint.tokenizer_dir) / "chat_template.jinja").read_text()
+    assert template == theirs.chat_template
+    assert theirs.apply_chat_template(messages, tokenize=False).startswith("<|im_start|>system\n")
+
+
+def test_finding_the_default_model_imports_no_torch() -> None:
+    """What the main process does before its children load anything, conversion aside."""
+    resolve(default_model())
+    code = (
+        "import sys; from llmserve.runtime.models import hub; hub.resolve(hub.default_model());"
+        "print([name for name in ('torch', 'transformers', 'gguf', 'huggingface_hub') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

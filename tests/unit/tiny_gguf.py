@@ -1,0 +1,113 @@
+"""Writing a tiny checkpoint as GGUF as llama.cpp's converter would; names and keys are the gguf package's, not ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
+from safetensors.numpy import load_file
+
+ARCHITECTURES = {
+    "llama": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "phi3": MODEL_ARCH.PHI3,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "granite": MODEL_ARCH.GRANITE,
+    "olmo2": MODEL_ARCH.OLMO2,
+    "gemma": MODEL_ARCH.GEMMA,
+    "gemma2": MODEL_ARCH.GEMMA2,
+    "gemma3_text": MODEL_ARCH.GEMMA3,
+}
+_PERMUTED = ("llama", "smollm3", "granite")  # the subclasses of LlamaModel in convert_hf_to_gguf.py
+
+
+def write_gguf(
+    checkpoint: Path, path: Path, quantization: GGMLQuantizationType = GGMLQuantizationType.F32, **extra: float
+) -> Path:
+    """Writes the single-file checkpoint in a directory to `path`. `extra` are float metadata of the architecture."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    arch = ARCHITECTURES[config["model_type"]]
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    _write_metadata(writer, config)
+    for key, value in extra.items():
+        writer.add_float32(f"{gguf.MODEL_ARCH_NAMES[arch]}.{key}", value)
+    _write_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text()), config)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        values = _converted(name, tensor, config)
+        kind = quantization if values.ndim == 2 else GGMLQuantizationType.F32
+        writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    if scaling := config.get("rope_scaling"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
+        writer.add_rope_scaling_factor(scaling["factor"])
+        if original := scaling.get("original_max_position_embeddings"):
+            writer.add_rope_scaling_orig_ctx_len(original)
+    match config["model_type"]:
+        case "granite":
+            writer.add_attention_scale(config["attention_multiplier"])
+            writer.add_embedding_scale(config["embedding_multiplier"])
+            writer.add_residual_scale(config["residual_multiplier"])
+            writer.add_logit_scale(config["logits_scaling"])
+        case "gemma2":
+            writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+            writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+            writer.add_sliding_window(config["sliding_window"])
+        case "gemma3_text":
+            writer.add_sliding_window(config["sliding_window"])
+
+
+def _write_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
+    vocab = tokenizer["model"]["vocab"]
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    kinds = [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens]
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+
+
+def _converted(name: str, tensor: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """What convert_hf_to_gguf.py does to a tensor's values."""
+    if config["model_type"] in _PERMUTED and ".q_proj." in name:
+        return _permuted(tensor, config["num_attention_heads"])
+    if config["model_type"] in _PERMUTED and ".k_proj." in name:
+        return _permuted(tensor, config["num_key_value_heads"])
+    if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
+        return tensor + 1
+    return tensor
+
+
+def _permuted(weights: np.ndarray, heads: int) -> np.ndarray:
+    """LlamaModel.permute of convert_hf_to_gguf.py."""
+    split = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    return split.swapaxes(1, 2).reshape(weights.shape)
