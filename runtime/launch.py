@@ -276,6 +276,9 @@ LIGHT_ENVIRONMENT = {
 
 
 def scheduler_environment(args: ServerArgs) -> dict[str, str]:
-    """OpenMP reads its number of threads when torch is imported: one for each core that we may use, or --threads."""
+    """What OpenMP reads when torch is imported: one thread for each core that we may use, or --threads.
+
+    They wait passively: spinning at a barrier while another process has the core made loading ten times slower.
+    """
     threads = args.threads or len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}

@@ -1,10 +1,13 @@
 """Fixtures that more than one folder of tests uses: a real instance, shared by all tests that leave it as it was."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported: nothing else has the cores alone
 
 from instances import RunningInstance, launched, runtime_directory
 
