@@ -27,6 +27,8 @@ FILL_CONTEXT = -1
 """As `max_new_tokens`: as many as the model's context has room for."""
 UNSEEDED = -(1 << 63)
 """As `seed`: any."""
+MIN_TEMPERATURE = 1e-5
+"""Below it the likeliest token is drawn: dividing logits by so little would overflow."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @property
     def penalized(self) -> bool:
