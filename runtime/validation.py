@@ -51,7 +51,8 @@ def check_before_tokenizing(req: GenerateReqInput, limits: Limits) -> None:
     _in_range("n", req.n, 1, MAX_CHOICES_PER_PROMPT)
     choices = req.n * _number_of_prompts(req)
     if choices > MAX_CHOICES:
-        raise _refusal("n", f"n times the number of prompts is {choices}; at most {MAX_CHOICES} choices a request")
+        param = prompt_param(req) if req.n == 1 else "n"
+        raise _refusal(param, f"n times the number of prompts is {choices}; at most {MAX_CHOICES} choices a request")
     if req.logprobs is not None:
         _in_range("top_logprobs", req.logprobs.top, 0, min(MAX_TOP_LOGPROBS, limits.vocab_size))
     # Nothing need be generated where the logprobs of the prompt are wanted.
