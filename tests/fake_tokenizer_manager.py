@@ -74,7 +74,7 @@ class FakeTokenizerManager:
         if req.rid in self.in_flight:
             raise RequestError(400, "in flight already", "rid", code="duplicate_rid")
         prompts = [tuple(self.tokenizer.encode(text, req.add_special_tokens)) for text in req.texts] or [*req.input_ids]
-        check_prompts(prompts, self.limits, "prompt", room=1)
+        check_prompts(prompts, self.limits, "prompt", room=min(req.sampling_params.max_new_tokens, 1))
         self.requests.append(req)
         if self.script.before_rows is not None:
             raise self.script.before_rows
@@ -94,10 +94,11 @@ class FakeTokenizerManager:
 
     def _rows(self, req: GenerateReqInput, prompts: Sequence[tuple[int, ...]]) -> Iterator[StrRow]:
         completion = 0
-        for step, piece in enumerate(self.script.pieces):
+        pieces = self.script.pieces if req.sampling_params.max_new_tokens else ("",)
+        for step, piece in enumerate(pieces):
             ids = self.tokenizer.encode(piece, False)
             completion += len(ids)
-            last = step == len(self.script.pieces) - 1
+            last = step == len(pieces) - 1
             for index in range(len(prompts) * req.n):
                 prompt = prompts[index // req.n]
                 yield StrRow(

@@ -2,15 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from llmserve.runtime.messages import FinishReason, GenerateReqInput, LogprobOptions, StrRow
+from llmserve.runtime.messages import GenerateReqInput, LogprobOptions, StrRow
 from llmserve.runtime.server.body import Prompts, invalid, json_response, read_json, split_prompts
 from llmserve.runtime.server.context import Context
 from llmserve.runtime.server.fields import (
@@ -71,8 +70,6 @@ def add_routes(app: FastAPI, context: Context) -> None:
         _check(body)
         req, echoed = await _generate_request(context, body)
         rows = context.manager.generate(req)
-        if body.max_tokens == 0:
-            rows = _without_output(rows)
         writer = _CompletionWriter(context, body, req, echoed, model)
         if body.stream:
             return EventStream(rows, writer)
@@ -110,31 +107,21 @@ async def _generate_request(context: Context, body: CompletionRequest) -> tuple[
         else:
             decoded = await asyncio.to_thread(lambda: [context.tokenizer.decode(each, skip_special) for each in ids])
             echoed = [_Echo(text, tokens) for text, tokens in zip(decoded, ids, strict=True)]
-    logprobs = None if body.logprobs is None else LogprobOptions(top=body.logprobs, prompt=bool(body.echo))
+    # A request for no tokens is one for the prompt's logprobs, shown or not.
+    top = 0 if body.logprobs is None and body.max_tokens == 0 else body.logprobs
     req = GenerateReqInput(
         rid=request_id(body.rid, "cmpl-"),
         texts=texts,
         input_ids=ids,
-        sampling_params=sampling_params(body, given(body.max_tokens, DEFAULT_MAX_TOKENS) or 1, body.min_tokens),
+        sampling_params=sampling_params(body, given(body.max_tokens, DEFAULT_MAX_TOKENS), body.min_tokens),
         n=given(body.n, 1),
-        logprobs=logprobs,
+        logprobs=None if top is None else LogprobOptions(top=top, prompt=bool(body.echo)),
         stream=bool(body.stream),
         add_special_tokens=add_special,
         skip_special_tokens=skip_special,
         user=given(body.user, ""),
     )
     return req, echoed
-
-
-async def _without_output(rows: AsyncGenerator[StrRow, None]) -> AsyncGenerator[StrRow, None]:
-    """For max_tokens 0: one token is drawn, because a prompt's logprobs come with it, and not shown."""
-    async with aclosing(rows):
-        async for row in rows:
-            failed = row.finish is not None and row.finish.status >= 400
-            finish = row.finish if row.finish is None or failed else FinishReason(type="length")
-            yield msgspec.structs.replace(
-                row, text="", output_ids=b"", completion_tokens=0, finish=finish, logprobs=None
-            )
 
 
 class _CompletionWriter:
@@ -148,6 +135,7 @@ class _CompletionWriter:
         self._echoed = echoed
         self._tokenizer = context.tokenizer
         self._usage = wants_usage(body)
+        self._top_logprobs = body.logprobs
         self._model = model
         self._created = int(time.time())
         self._logprobs: dict[int, CompletionLogprobEncoder] = {}
@@ -184,7 +172,7 @@ class _CompletionWriter:
         )
 
     def _logprobs_of(self, index: int, rows: list[StrRow], echo: _Echo | None) -> CompletionLogprobs | None:
-        if self._req.logprobs is None:
+        if self._top_logprobs is None:
             return None
         entries: list[TokenLogprob] = []
         for row in rows:
@@ -194,4 +182,4 @@ class _CompletionWriter:
                 entries += unpack(token_ids(row.output_ids), row.logprobs)
         if index not in self._logprobs:
             self._logprobs[index] = CompletionLogprobEncoder(self._tokenizer, self._req.skip_special_tokens)
-        return self._logprobs[index].encode(entries, want_top=self._req.logprobs.top > 0)
+        return self._logprobs[index].encode(entries, want_top=self._top_logprobs > 0)

@@ -345,7 +345,9 @@ async def test_no_tokens_with_echo_scores_a_prompt(app: App, tokenizer: Tokenize
     assert (choice["text"], choice["finish_reason"]) == ("lazy dog", "length")
     assert len(choice["logprobs"]["tokens"]) == len(tokenizer.encode("lazy dog"))
     assert answer["usage"]["completion_tokens"] == 0
-    assert app.manager.last.sampling_params.max_new_tokens == 1
+    assert app.manager.last.sampling_params.max_new_tokens == 0
+    (choice,) = (await app.post(COMPLETIONS, {"prompt": "lazy dog", "echo": True, "max_tokens": 0})).json()["choices"]
+    assert (choice["text"], choice["logprobs"]) == ("lazy dog", None)
 
 
 # ---- chat ------------------------------------------------------------------------------------------------------------
