@@ -19,7 +19,7 @@ from llmserve.runtime.engine.checkpoint import Source, open_source
 from llmserve.runtime.layers.weight import Slot, Weight
 from llmserve.runtime.models.configs import ModelConfig
 from llmserve.runtime.models.hub import Checkpoint, tokenizer_digest
-from llmserve.runtime.models.registry import CausalLM
+from llmserve.runtime.models.registry import CausalLM, build_model
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Projections that some checkpoints (phi3's) hold as one tensor, and their rows in order."""
@@ -139,8 +139,9 @@ def _load(source: Source, steps: list[_Step], progress: Progress, finite: bool =
 
 
 def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
-    """How the tensors of a checkpoint enter the model, and how the two differ."""
-    slots = dict(model.slots())
+    """How the tensors of a checkpoint enter this rank's model, and how the checkpoint and the whole model differ."""
+    own = dict(model.slots())
+    slots = own if model.num_layers == model.config.num_layers else _slots_of_all_stages(model.config)
     steps, differences, missing = [], [], dict.fromkeys(slots)
     for name, info in source.tensors.items():
         own_name = _own_name(name, model.config)
@@ -158,9 +159,15 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
             differences.append(f"{name}: dtype {info.dtype} is not supported")
         for known in names:
             missing.pop(known, None)
-        steps.append(_Step(name, info.nbytes, targets))
+        if names[0] in own:
+            steps.append(_Step(name, info.nbytes, [own[known] for known in names]))
     differences.extend(f"{name}: missing" for name in missing)
     return steps, differences
+
+
+def _slots_of_all_stages(config: ModelConfig) -> dict[str, Slot]:
+    """Names and shapes of the whole model, of which a pipeline stage has a part. Nothing can be loaded into them."""
+    return dict(build_model(config, torch.float32, torch.device("meta"), 1).slots())
 
 
 def _own_name(name: str, config: ModelConfig) -> str | None:

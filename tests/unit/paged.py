@@ -59,8 +59,10 @@ class Paged:
         )
         with torch.inference_mode():
             self.attention.plan(batch)
-            hidden = self.model.forward(batch.input_ids, batch.positions, self.attention)
-            return list(self.model.logits(hidden).split(counts))
+            return list(self.compute(batch).split(counts))
+
+    def compute(self, batch: ForwardBatch) -> Tensor:
+        return self.model.logits(self.model.forward(batch.input_ids, batch.positions, self.attention))
 
     def run(self, sequences: Sequence[Sequence[int]], chunks: Sequence[int]) -> list[Tensor]:
         """The logits of whole sequences of one length, computed together in steps of `chunks` tokens each."""

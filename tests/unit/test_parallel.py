@@ -1,0 +1,129 @@
+"""Tensor and pipeline parallelism over gloo: the ranks together compute what one rank computes."""
+
+import multiprocessing
+import traceback
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged import Paged, load
+from test_models import CHUNKS, sequences
+from torch import Tensor
+
+from checkpoints import make_tiny
+from llmserve.runtime.attention.base import ForwardBatch
+from llmserve.runtime.distributed.groups import Group, Topology, init_topology
+from llmserve.runtime.distributed.pipeline import receive_hidden, send_hidden, stage_layers
+from llmserve.runtime.engine.weights import load_weights, weight_bytes
+from llmserve.runtime.layers.embedding import split_vocab
+from llmserve.runtime.layers.linear import split_heads, split_rows
+from llmserve.runtime.models.hub import resolve
+from llmserve.runtime.models.registry import build_model
+
+
+class Staged(Paged):
+    """One rank of a model that is split into stages."""
+
+    topology: Topology
+
+    def compute(self, batch: ForwardBatch) -> Tensor:
+        """Logits from the last stage; from an earlier one the hidden states that it sends on."""
+        pp, hidden = self.topology.pp, None
+        if pp.rank > 0:
+            width = self.model.config.hidden_size
+            hidden = receive_hidden(batch.num_tokens, width, torch.float32, torch.device("cpu"), self.topology)
+        out = self.model.forward(batch.input_ids, batch.positions, self.attention, hidden)
+        if pp.rank == pp.size - 1:
+            return self.model.logits(out)
+        send_hidden(out, self.topology)
+        return out
+
+
+def run_rank(
+    rank: int, tp_size: int, pp_size: int, rendezvous: str, directory: str, results: "SimpleQueue[Any]"
+) -> None:
+    try:
+        torch.set_num_threads(1)
+        topology = init_topology(rank, tp_size, pp_size, rendezvous, "cpu", timeout_s=20)
+        checkpoint = resolve(directory)
+        model = build_model(checkpoint.config, torch.float32, torch.device("cpu"), topology=topology)
+        load_weights(model, checkpoint, lambda done, total: None)
+        ranked = Staged(model)
+        ranked.topology = topology
+        logits = torch.cat(ranked.run(sequences(998), CHUNKS))
+        results.put((rank, weight_bytes(model), logits.numpy()))
+    except Exception:
+        results.put((rank, 0, traceback.format_exc()))
+
+
+def run_ranks(tp_size: int, pp_size: int, directory: Path, rendezvous: Path) -> list[tuple[int, Any]]:
+    """(weight bytes, logits) of each rank; a stage that is not the last has hidden states for logits."""
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    arguments = (tp_size, pp_size, f"file://{rendezvous}", str(directory), results)
+    ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(tp_size * pp_size)]
+    for process in ranks:
+        process.start()
+    try:
+        found = sorted(results.get() for _ in ranks)
+        for rank, _, value in found:
+            assert not isinstance(value, str), f"rank {rank}: {value}"
+        return [(size, value) for _, size, value in found]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize(
+    ("family", "tp_size", "pp_size", "overrides"),
+    [
+        ("llama", 2, 2, {"attention_bias": True, "mlp_bias": True}),
+        ("gemma3_text", 2, 2, {"num_key_value_heads": 1}),  # fewer KV heads than ranks; the last stage ties its head
+        ("qwen3", 4, 1, {"vocab_size": 998}),  # each KV head on two ranks; a vocabulary that does not divide
+        ("phi3", 2, 1, {}),
+        ("smollm3", 1, 3, {}),
+    ],
+)
+def test_ranks_compute_what_one_computes(
+    family: str, tp_size: int, pp_size: int, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    make_tiny(tmp_path / "model", family, **overrides)
+    single = load(tmp_path / "model")
+    expected = torch.cat(Paged(single).run(sequences(998), CHUNKS))
+    ranks = run_ranks(tp_size, pp_size, tmp_path / "model", tmp_path / "rendezvous")
+    for _, logits in ranks[-tp_size:]:
+        torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-4, rtol=0)
+    config = single.config
+    tied_twice = config.vocab_size * config.hidden_size * 4 if config.tie_word_embeddings and pp_size > 1 else 0
+    once = weight_bytes(single) + tied_twice  # the first and the last stage both have a tied embedding
+    assert once <= sum(size for size, _ in ranks) < 1.1 * once, "only norms and shared KV heads are there twice"
+
+
+def test_rows_of_a_rank() -> None:
+    third = Group(rank=2, size=4)
+    assert split_rows(96, third).slice == slice(48, 72)
+    assert split_heads(8, 16, third).slice == slice(64, 96)
+    assert split_heads(2, 16, third).slice == slice(16, 32), "ranks 2 and 3 share the second head"
+    assert split_vocab(998, third).slice == slice(500, 750)
+    assert split_vocab(998, Group(3, 4)).slice == slice(750, 998)
+    with pytest.raises(ValueError, match="3 heads cannot be split over 4 ranks"):
+        split_heads(3, 16, third)
+    with pytest.raises(ValueError, match="98 rows cannot be split over 4 ranks"):
+        split_rows(98, third)
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(30, 4), (3, 3), (7, 2), (5, 4), (30, 1)])
+def test_stages_share_the_layers(layers: int, stages: int) -> None:
+    ranges = [stage_layers(layers, rank, stages) for rank in range(stages)]
+    assert [layer for stage in ranges for layer in stage] == list(range(layers))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+    assert len(ranges[-1]) == min(map(len, ranges)), "the last stage computes logits besides"
+
+
+def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    config = resolve(str(make_tiny(tmp_path, "llama"))).config
+    with pytest.raises(ValueError, match="cannot be split over 3 ranks"):
+        build_model(config, torch.float32, torch.device("cpu"), topology=Topology(tp=Group(0, 3)))
