@@ -99,7 +99,7 @@ def test_ranks_compute_what_one_computes(
     config = single.config
     tied_twice = config.vocab_size * config.hidden_size * 4 if config.tie_word_embeddings and pp_size > 1 else 0
     once = weight_bytes(single) + tied_twice  # the first and the last stage both have a tied embedding
-    assert once <= sum(size for size, _ in ranks) < 1.1 * once, "only norms and shared KV heads are there twice"
+    assert once <= sum(size for size, _ in ranks) < 1.15 * once, "only norms and shared KV heads are there twice"
 
 
 def test_rows_of_a_rank() -> None:
