@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from llmserve.runtime.attention.base import PageGeometry
+from llmserve.runtime.attention.native import NativeAttention
 from llmserve.runtime.attention.select import make_attention
 from llmserve.runtime.config import ConfigError, ServerArgs
 from llmserve.runtime.engine.batch import WorkerInfo
@@ -15,8 +16,11 @@ from llmserve.runtime.engine.swap import ModelSwap
 from llmserve.runtime.engine.weights import load_weights, weight_bytes
 from llmserve.runtime.engine.worker import TpModelWorker
 from llmserve.runtime.models.configs import ModelConfig
+from llmserve.runtime.models.decoder import Decoder
 from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.models.native_decoder import NativeDecoder, runs_natively
 from llmserve.runtime.models.registry import build_model
+from llmserve.runtime.ops import native
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +32,9 @@ def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) 
     """Loads `checkpoint` and makes it ready to run steps. Raises ConfigError when the options do not fit here."""
     device = choose_device(args.device)
     if device.type == "cpu":
-        torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
+        threads = args.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(threads)
+        native.set_threads(threads)
     config = checkpoint.config
     dtype: torch.dtype = getattr(torch, config.dtype if args.dtype == "auto" else args.dtype)
 
@@ -47,7 +53,9 @@ def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) 
     )
     info = plan_pool(args, config, geometry, longest, weight_bytes(model))
     progress("kv pool", info.num_pages * info.page_size, info.num_pages * info.page_size, "tokens")
-    attention = make_attention(args.attention_backend, geometry, info.num_pages)
+    attention = make_attention(args.attention_backend, geometry, info.num_pages, config.num_heads)
+    if isinstance(model, Decoder) and isinstance(attention, NativeAttention) and runs_natively(model):
+        model = NativeDecoder(model, attention)
     worker = TpModelWorker(model, attention, info, device)
     worker.swap = ModelSwap(model, checkpoint)
 
@@ -55,9 +63,10 @@ def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) 
     worker.warm_up()
     progress("warm-up", 1, 1, "")
     log.info(
-        "worker ready device=%s dtype=%s attention=%s kv_tokens=%d kv_bytes=%d",
+        "worker ready device=%s dtype=%s model=%s attention=%s kv_tokens=%d kv_bytes=%d",
         device,
         dtype,
+        type(model).__name__,
         type(attention).__name__,
         info.num_pages * info.page_size,
         attention.pool.nbytes,

@@ -2,13 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from llmserve.runtime.distributed.collectives import all_gather, all_reduce
 from llmserve.runtime.distributed.groups import Group
 from llmserve.runtime.layers.linear import Rows
 from llmserve.runtime.layers.weight import LinearWeight, PlainWeight, Slot, Slots, Weight
-from llmserve.runtime.ops import linear
+from llmserve.runtime.ops import embedding, logits
 
 
 def split_vocab(vocab_size: int, group: Group) -> Rows:
@@ -24,21 +23,32 @@ def _vocab_slot(weight: Weight, vocab_size: int, group: Group) -> Slot:
 
 
 class VocabParallelEmbedding:
+    """Token ids to vectors. `tied`: a head reads the same weight, which then lies as its products want it."""
+
+    weight: PlainWeight | LinearWeight
+
     def __init__(
-        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device, group: Group
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+        tied: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
         self.group = group
         self.rows = split_vocab(vocab_size, group)
-        self.weight = PlainWeight((-(-vocab_size // group.size), hidden_size), dtype, device)
+        shape = (-(-vocab_size // group.size), hidden_size)
+        self.weight = LinearWeight(shape, dtype, device) if tied else PlainWeight(shape, dtype, device)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """[T] to [T, hidden]."""
         if self.group.size == 1:
-            return functional.embedding(input_ids, self.weight.value)
+            return embedding(input_ids, self.weight.value)
         local = input_ids - self.rows.start
         foreign = (local < 0) | (local >= self.rows.count)
-        hidden = functional.embedding(local.masked_fill(foreign, 0), self.weight.value)
+        hidden = embedding(local.masked_fill(foreign, 0), self.weight.value)
         return all_reduce(hidden.masked_fill(foreign.unsqueeze(-1), 0), self.group)
 
     def slots(self) -> Slots:
@@ -55,7 +65,7 @@ class VocabParallelHead:
         dtype: torch.dtype,
         device: torch.device,
         group: Group,
-        tied: PlainWeight | None = None,
+        tied: PlainWeight | LinearWeight | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.group = group
@@ -63,8 +73,8 @@ class VocabParallelHead:
         self.weight = tied or LinearWeight((-(-vocab_size // group.size), hidden_size), dtype, device)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] to [N, vocab_size]."""
-        return all_gather(linear(hidden, self.weight.value), self.group)[:, : self.vocab_size]
+        """[N, hidden] to float32 [N, vocab_size]."""
+        return all_gather(logits(hidden, self.weight.value), self.group)[:, : self.vocab_size]
 
     def slots(self) -> Slots:
         if not self.tied:

@@ -180,7 +180,12 @@ class Decoder:
         self.embedding: VocabParallelEmbedding | None = None
         if first or (last and config.tie_word_embeddings):
             self.embedding = VocabParallelEmbedding(
-                config.vocab_size, config.hidden_size, build.dtype, build.device, topology.tp
+                config.vocab_size,
+                config.hidden_size,
+                build.dtype,
+                build.device,
+                topology.tp,
+                tied=config.tie_word_embeddings,
             )
         self.layers = [DecoderLayer(build, config.layers[number], i) for i, number in enumerate(self.stage)]
         self.norm: RMSNorm | None = None
@@ -215,7 +220,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab_size] of final hidden states [N, hidden]. Only the last stage has them."""
         assert self.head is not None
-        logits = self.head(hidden).float()
+        logits = self.head(hidden)
         if self.config.logit_divisor != 1.0:
             logits = logits / self.config.logit_divisor
         if (cap := self.config.logit_softcap) is not None:

@@ -3,23 +3,74 @@
 Where the CPU and a compiler allow, native kernels take over (csrc/); the results are the same but for rounding.
 """
 
+import torch
 from torch import Tensor
 
-from llmserve.runtime.ops import reference
+from llmserve.runtime.ops import native, reference
 from llmserve.runtime.ops.packed import PackedWeight
-from llmserve.runtime.ops.reference import add_rms_norm, apply_rotary, gelu_tanh_and_mul, rms_norm, silu_and_mul
 
 __all__ = [
     "PackedWeight",
     "add_rms_norm",
     "apply_rotary",
+    "embedding",
     "gelu_tanh_and_mul",
     "linear",
+    "logits",
     "rms_norm",
     "silu_and_mul",
 ]
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (Zhang and Sennrich, 2019) over the last dimension: x / rms(x) * weight. `weight` is [x.shape[-1]]."""
+    if native.usable(x):
+        return native.rms_norm(x, None, weight.float(), eps)[0]
+    return reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The new residual x + residual, and its RMSNorm: (normed, residual), both shaped like `x`."""
+    if native.usable(x, residual) and x.shape == residual.shape:
+        return native.rms_norm(x, residual, weight.float(), eps)
+    return reference.add_rms_norm(x, residual, weight, eps)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU's product: silu(gate) * up, where x is [..., 2 * I], gate before up; [..., I]."""
+    return native.activate_and_multiply(x, 0) if native.usable(x) else reference.silu_and_mul(x)
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """GeGLU's product, tanh approximation: gelu(gate) * up, where x is [..., 2 * I], gate before up; [..., I]."""
+    return native.activate_and_multiply(x, 1) if native.usable(x) else reference.gelu_tanh_and_mul(x)
+
+
+def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding (Su et al., 2021) in the half-split layout of GPT-NeoX and Llama.
+
+    q [T, Hq, D], k [T, Hkv, D], positions [T]; cos_sin float32 [max_position, R] holds cos in the first half of a row
+    and sin in the second. R may be less than D: the dimensions from R on pass through.
+    """
+    return reference.apply_rotary(q, k, positions, cos_sin)
+
+
 def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]; [..., N]."""
-    return reference.linear(x, weight.unpack() if isinstance(weight, PackedWeight) else weight, bias)
+    if not isinstance(weight, PackedWeight):
+        return reference.linear(x, weight, bias)
+    if weight.panels and x.dtype == weight.dtype:
+        return native.linear(x.contiguous(), weight.data, weight.out_features, bias)
+    return reference.linear(x, weight.unpack(), bias)
+
+
+def logits(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+    """As `linear` of an output head: float32 [..., N], from the sums themselves where the kernel can give them."""
+    if isinstance(weight, PackedWeight) and weight.panels and x.dtype == weight.dtype:
+        return native.linear(x.contiguous(), weight.data, weight.out_features, None, wide=True)
+    return linear(x, weight).float()
+
+
+def embedding(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
+    """The rows of table [N, K] that ids [T] name, [T, K]."""
+    return table.rows(ids) if isinstance(table, PackedWeight) else torch.nn.functional.embedding(ids, table)

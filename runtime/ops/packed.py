@@ -3,15 +3,23 @@
 import torch
 from torch import Tensor
 
+from llmserve.runtime.ops import native
+
 
 class PackedWeight:
-    """The weight [N, K] of a linear layer. `copy_` replaces its values in place, so a weight swap is a copy."""
+    """The weight [N, K] of a linear layer. `copy_` replaces its values in place, so a weight swap is a copy.
+
+    `panels`: `data` is laid out for the native kernels (csrc/gemm.h); else it is the plain weight.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.device = weight.device
-        self.data = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        words = 4 // weight.dtype.itemsize or 1
+        self.panels = native.usable(weight.contiguous()) and self.in_features % words == 0
+        rows = -(-self.out_features // native.PANEL) * native.PANEL if self.panels else self.out_features
+        self.data = torch.empty((rows, self.in_features), dtype=weight.dtype, device=weight.device)
         self.copy_(weight)
 
     @property
@@ -20,8 +28,15 @@ class PackedWeight:
 
     def copy_(self, weight: Tensor) -> None:
         """Takes the values of `weight` [N, K]."""
-        self.data.copy_(weight)
+        if self.panels:
+            native.pack(weight.contiguous(), self.data)
+        else:
+            self.data.copy_(weight)
 
     def unpack(self) -> Tensor:
         """The plain weight [N, K]; not to be written to."""
-        return self.data
+        return native.unpack(self.data, self.out_features) if self.panels else self.data
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows that ids [n] name, [n, K]: an embedding whose table is also the head's weight."""
+        return native.gather_rows(self.data, ids, self.out_features) if self.panels else self.data[ids]

@@ -36,7 +36,7 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
 def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding (Su et al., 2021) in the half-split layout of GPT-NeoX and Llama.
 
-    q [T, Hq, D], k [T, Hkv, D], positions [T]; cos_sin [max_position, R] holds cos in its first half, sin in its second.
+    q [T, Hq, D], k [T, Hkv, D], positions [T]; cos_sin [max_position, R] holds cos, then sin, in the halves of a row.
     R may be less than D: the dimensions from R on pass through.
     """
     cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, -1)

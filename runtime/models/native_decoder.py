@@ -1,0 +1,130 @@
+"""A decoder whose step is one call of the native kernels (ops/csrc/decoder.h), with no Python between its operations.
+
+It takes what Decoder built and loaded, in any of its configurations, where one rank on a CPU holds all of it.
+"""
+
+from torch import Tensor
+
+from llmserve.runtime.attention.base import AttentionBackend
+from llmserve.runtime.attention.native import NativeAttention
+from llmserve.runtime.layers.linear import ColumnParallelLinear, RowParallelLinear
+from llmserve.runtime.layers.norm import RMSNorm
+from llmserve.runtime.layers.weight import Slots
+from llmserve.runtime.models.decoder import Decoder, DecoderLayer
+from llmserve.runtime.ops import PackedWeight, native
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+def runs_natively(decoder: Decoder) -> bool:
+    """Whether a NativeDecoder can stand in for this one, given a NativeAttention."""
+    linears = [
+        linear
+        for layer in decoder.layers
+        for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+    ]
+    whole = decoder.num_layers == decoder.config.num_layers and decoder.num_kv_heads == decoder.config.num_kv_heads
+    return whole and decoder.dtype in native.DTYPES and all(linear.weight.value.panels for linear in linears)
+
+
+class NativeDecoder:
+    """Stands in for a Decoder. The kernels read the Decoder's own weights, whose addresses never change."""
+
+    def __init__(self, decoder: Decoder, attention: NativeAttention) -> None:
+        kernels = native.library()
+        assert kernels is not None
+        self.config = decoder.config
+        self.num_layers = decoder.num_layers
+        self.num_kv_heads = decoder.num_kv_heads
+        self._decoder = decoder
+        self._attention = attention
+        self._kernels = kernels
+        layers = [_layer(layer, attention, i) for i, layer in enumerate(decoder.layers)]
+        self._handle: int = kernels.llmserve_decoder_new(
+            native.DTYPES[decoder.dtype], _model(decoder, attention), (native.Layer * len(layers))(*layers), len(layers)
+        )
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self._kernels.llmserve_decoder_delete(self._handle)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend, hidden: Tensor | None = None
+    ) -> Tensor:
+        """As Decoder.forward. `attention` is the backend this was made with, and its plan holds the positions."""
+        assert attention is self._attention
+        assert hidden is None
+        out = input_ids.new_empty((input_ids.shape[0], self.config.hidden_size), dtype=self._decoder.dtype)
+        self._kernels.llmserve_decoder_step(
+            self._handle,
+            self._attention.handle,
+            input_ids.data_ptr(),
+            out.data_ptr(),
+            native.threads_for(input_ids.shape[0]),
+        )
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._decoder.logits(hidden)
+
+    def slots(self) -> Slots:
+        return self._decoder.slots()
+
+
+def _model(decoder: Decoder, attention: NativeAttention) -> native.Model:
+    config, geometry = decoder.config, attention.pool.geometry
+    assert decoder.embedding is not None
+    assert decoder.norm is not None
+    table = decoder.embedding.weight.value
+    return native.Model(
+        embedding=_packed(table) if isinstance(table, PackedWeight) else native.Linear(),
+        embedding_rows=None if isinstance(table, PackedWeight) else table.data_ptr(),
+        final_norm=_address(decoder.norm),
+        hidden=config.hidden_size,
+        heads=attention.num_heads,
+        kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        page_size=geometry.page_size,
+        norm_heads=config.qk_norm == "head",
+        activation=_ACTIVATIONS[config.activation],
+        eps=config.rms_norm_eps,
+        scale=config.attention_scale,
+        softcap=config.attention_softcap or 0.0,
+        embedding_multiplier=decoder.embedding_multiplier,
+        residual_multiplier=config.residual_multiplier,
+    )
+
+
+def _layer(layer: DecoderLayer, attention: NativeAttention, index: int) -> native.Layer:
+    table = layer.attention.table
+    return native.Layer(
+        qkv=_linear(layer.attention.qkv),
+        output=_linear(layer.attention.output),
+        gate_up=_linear(layer.mlp.gate_up),
+        down=_linear(layer.mlp.down),
+        attention_input_norm=_address(layer.attention_input_norm),
+        attention_output_norm=_address(layer.attention_output_norm),
+        mlp_input_norm=_address(layer.mlp_input_norm),
+        mlp_output_norm=_address(layer.mlp_output_norm),
+        query_norm=_address(layer.attention.query_norm),
+        key_norm=_address(layer.attention.key_norm),
+        cos_sin=None if table is None else table.data_ptr(),
+        keys=attention.pool.keys[index].data_ptr(),
+        values=attention.pool.values[index].data_ptr(),
+        rotary_dim=0 if table is None else table.shape[1],
+        window=layer.attention.spec.sliding_window or 0,
+    )
+
+
+def _address(norm: RMSNorm | None) -> int | None:
+    return None if norm is None else norm.weight.value.data_ptr()
+
+
+def _linear(layer: ColumnParallelLinear | RowParallelLinear) -> native.Linear:
+    return _packed(layer.weight.value, layer.bias.value.data_ptr() if layer.bias else None)
+
+
+def _packed(weight: PackedWeight, bias: int | None = None) -> native.Linear:
+    return native.Linear(
+        packed=weight.data.data_ptr(), bias=bias, outputs=weight.out_features, inputs=weight.in_features
+    )

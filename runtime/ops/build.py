@@ -1,0 +1,95 @@
+"""Builds the native kernels (csrc/) for this machine's CPU, once, into the user's cache.
+
+`python -m llmserve.runtime.ops.build` builds them ahead of the first use. Nothing here loads them (native.py).
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import platformdirs
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
+NEEDED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
+BUILD_TIMEOUT_S = 300.0
+
+
+class BuildError(Exception):
+    """Why there are no native kernels; the text is for the log."""
+
+
+def built_library() -> Path:
+    """The library for these sources, CPU and compiler; built now if it is not in the cache. Raises BuildError."""
+    cpu_flags = _cpu_flags()
+    missing = NEEDED_CPU_FLAGS - cpu_flags
+    if missing:
+        raise BuildError(f"the CPU lacks {', '.join(sorted(missing))}")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise BuildError("there is no C++ compiler (g++, c++ or clang++)")
+    directory = Path(platformdirs.user_cache_dir("llmserve")) / "kernels"
+    library = directory / f"{_digest(compiler, cpu_flags)}.so"
+    if library.exists():
+        return library
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _compile(compiler, library)
+    except OSError as error:
+        raise BuildError(f"the kernels cannot be built in {directory}: {error}") from error
+    return library
+
+
+def _compile(compiler: str, library: Path) -> None:
+    unfinished = library.with_suffix(f".{os.getpid()}")
+    command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(unfinished)]
+    log.info("building native kernels library=%s", library)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            raise BuildError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
+        unfinished.replace(library)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{compiler} took longer than {BUILD_TIMEOUT_S:.0f} s") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _digest(compiler: str, cpu_flags: frozenset[str]) -> str:
+    digest = hashlib.sha256(repr((compiler, FLAGS, sorted(cpu_flags))).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cpu_flags() -> frozenset[str]:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise BuildError(f"they are for Linux on x86-64, not for {platform.system()} on {platform.machine()}")
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.split(":", 1)[1].split())
+    raise BuildError("/proc/cpuinfo names no CPU flags")
+
+
+def main() -> int:
+    """Builds and says where, or says why not; the server runs without, only slower, so this is no failure."""
+    try:
+        print(built_library())
+    except BuildError as error:
+        print(f"no native kernels: {error}; torch's own will be used", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

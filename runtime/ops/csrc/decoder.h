@@ -1,0 +1,221 @@
+// A whole step of a decoder: embedding, layers, final norm. The residual stream is kept in float; what the matrix products
+// read is in the model's type.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "crew.h"
+#include "linear.h"
+#include "plan.h"
+#include "rows.h"
+
+namespace llmserve {
+
+// ---- what the caller describes: plain data, mirrored in native.py --------------------------------------------------
+
+struct LinearDesc {
+    const void* packed;
+    const void* bias;  // in the model's type, or null
+    int64_t outputs;
+    int64_t inputs;
+};
+
+struct LayerDesc {
+    LinearDesc qkv, output, gate_up, down;
+    const float *attention_input_norm, *attention_output_norm, *mlp_input_norm, *mlp_output_norm;  // each may be null
+    const float *query_norm, *key_norm;                                                            // null, or both
+    const float* cos_sin;  // [positions, rotary_dim], or null: no positions
+    void* keys;
+    void* values;
+    int64_t rotary_dim;
+    int64_t window;
+};
+
+struct ModelDesc {
+    LinearDesc embedding;  // packed
+    const void* embedding_rows;  // the plain table, or null: rows are read from the packed one
+    const float* final_norm;
+    int64_t hidden, heads, kv_heads, head_dim, page_size;
+    int64_t norm_heads;  // query_norm and key_norm are over a head, not over all heads together
+    int64_t activation;
+    float eps, scale, softcap, embedding_multiplier, residual_multiplier;
+};
+
+template <class T>
+Packed<T> packed(const LinearDesc& linear) {
+    return {static_cast<const T*>(linear.packed), linear.outputs, linear.inputs};
+}
+
+class AnyDecoder {
+  public:
+    virtual ~AnyDecoder() = default;
+    virtual void step(Crew& crew, int threads, const Plan& plan, const int64_t* input_ids, void* hidden) = 0;
+};
+
+template <class T>
+class Decoder : public AnyDecoder {
+  public:
+    Decoder(const ModelDesc& model, std::vector<LayerDesc> layers) : model_(model), layers_(std::move(layers)) {
+        intermediate_ = layers_.empty() ? 0 : layers_[0].down.inputs;
+        qkv_width_ = (model.heads + 2 * model.kv_heads) * model.head_dim;
+    }
+
+    // input_ids [T] to the final, normed hidden states [T, hidden].
+    void step(Crew& crew, int threads, const Plan& plan, const int64_t* input_ids, void* hidden) override {
+        reserve(plan.batch.tokens);
+        plan.reserve(memory_, crew.size, static_cast<int>(model_.head_dim));
+        const int phases = 2 + 11 * static_cast<int>(layers_.size());
+        crew.run(threads, phases, [&](Walk& walk) {
+            embed(walk, plan.batch.tokens, input_ids);
+            for (size_t i = 0; i < layers_.size(); ++i) layer(walk, threads, plan, i);
+            rows_phase(walk, plan.batch.tokens, [&](int64_t t) {
+                rms_norm(stream(t), static_cast<T*>(hidden) + t * model_.hidden, model_.final_norm, model_.hidden, model_.eps);
+            });
+        });
+    }
+
+  private:
+    void embed(Walk& walk, int tokens, const int64_t* input_ids) {
+        const Packed<T> table = packed<T>(model_.embedding);
+        const T* rows = static_cast<const T*>(model_.embedding_rows);
+        rows_phase(walk, tokens, [&](int64_t t) {
+            float* to = stream(t);
+            for (int64_t i = 0; i < model_.hidden; ++i) {
+                to[i] = to_float(rows ? rows[input_ids[t] * model_.hidden + i] : table.at(input_ids[t], i)) * model_.embedding_multiplier;
+            }
+        });
+    }
+
+    void layer(Walk& walk, int threads, const Plan& plan, size_t index) {
+        const LayerDesc& layer = layers_[index];
+        const Batch& batch = plan.batch;
+        const int tokens = batch.tokens;
+        const Packed<T> qkv = packed<T>(layer.qkv), output = packed<T>(layer.output), gate_up = packed<T>(layer.gate_up),
+                        down = packed<T>(layer.down);
+        const Packed<T> next_qkv = index + 1 < layers_.size() ? packed<T>(layers_[index + 1].qkv) : Packed<T>{};
+        const Pages<T> pages{static_cast<T*>(layer.keys), static_cast<T*>(layer.values), static_cast<int>(model_.kv_heads),
+                             static_cast<int>(model_.head_dim), static_cast<int>(model_.page_size)};
+        const Attention<T> attention(pages, batch, {model_.scale, static_cast<int>(layer.window), model_.softcap},
+                                     static_cast<int>(model_.heads));
+
+        rows_phase(walk, tokens, [&](int64_t t) { enter(t, layer.attention_input_norm); });
+        const T* qkv_bias = static_cast<const T*>(layer.qkv.bias);
+        multiply_rows<T>(walk, threads, normed_.data(), model_.hidden, tokens, qkv, &output,
+                         [&](int row, int column, const __m512(&sums)[4]) {
+                             write_outputs(qkv_.data() + row * qkv_width_, column, qkv_width_, sums, qkv_bias);
+                         });
+        rows_phase(walk, tokens, [&](int64_t t) { place(t, layer, batch, pages); });
+        plan.attend(walk, attention, static_cast<int>(model_.head_dim), qkv_.data(), qkv_width_, attended_.data(), model_.heads * model_.head_dim, memory_);
+        project(walk, threads, attended_.data(), tokens, output, layer.output.bias, layer.attention_output_norm, &gate_up);
+        rows_phase(walk, tokens, [&](int64_t t) { enter(t, layer.mlp_input_norm); });
+        gate(walk, threads, tokens, gate_up, static_cast<const T*>(layer.gate_up.bias), &down);
+        project(walk, threads, gated_.data(), tokens, down, layer.down.bias, layer.mlp_output_norm, next_qkv.data ? &next_qkv : nullptr);
+    }
+
+    // What the next product reads of token t: its stream, normed or not.
+    void enter(int64_t t, const float* norm) {
+        T* to = normed_.data() + t * model_.hidden;
+        if (norm) {
+            rms_norm(stream(t), to, norm, model_.hidden, model_.eps);
+        } else {
+            for (int64_t i = 0; i < model_.hidden; i += kLanes) {
+                const __mmask16 lanes = first_lanes(model_.hidden - i);
+                store(to + i, load(stream(t) + i, lanes), lanes);
+            }
+        }
+    }
+
+    // Norms and rotates token t's queries and keys and writes its keys and values into their page.
+    void place(int64_t t, const LayerDesc& layer, const Batch& batch, const Pages<T>& pages) {
+        const int64_t d = model_.head_dim, rotated = model_.heads + model_.kv_heads;
+        T* row = qkv_.data() + t * qkv_width_;
+        T* keys = row + model_.heads * d;
+        if (layer.query_norm && !model_.norm_heads) {
+            rms_norm(row, row, layer.query_norm, model_.heads * d, model_.eps);
+            rms_norm(keys, keys, layer.key_norm, model_.kv_heads * d, model_.eps);
+        }
+        for (int64_t h = 0; h < rotated; ++h) {
+            T* head = row + h * d;
+            if (layer.query_norm && model_.norm_heads) {
+                rms_norm(head, head, h < model_.heads ? layer.query_norm : layer.key_norm, d, model_.eps);
+            }
+            if (layer.cos_sin) rotate(head, layer.cos_sin + batch.positions[t] * layer.rotary_dim, layer.rotary_dim / 2);
+        }
+        for (int64_t h = 0; h < model_.kv_heads; ++h) {
+            pages.write(batch.slots[t], static_cast<int>(h), keys + h * d, keys + (model_.kv_heads + h) * d);
+        }
+    }
+
+    // stream += residual_multiplier * norm(x W^T + bias).
+    void project(Walk& walk, int threads, const T* x, int tokens, const Packed<T>& weight, const void* bias, const float* norm,
+                 const Packed<T>* following) {
+        const float multiplier = norm ? 1.0f : model_.residual_multiplier;
+        multiply_rows<T>(walk, threads, x, weight.inputs, tokens, weight, following,
+                         [&](int row, int column, const __m512(&sums)[4]) {
+                             float* to = (norm ? delta_.data() : stream_.data()) + row * model_.hidden;
+                             accumulate(to, column, sums, static_cast<const T*>(bias), multiplier, norm == nullptr);
+                         });
+        if (!norm) return;
+        rows_phase(walk, tokens, [&](int64_t t) {
+            float* delta = delta_.data() + t * model_.hidden;
+            rms_norm(delta, delta, norm, model_.hidden, model_.eps);
+            for (int64_t i = 0; i < model_.hidden; ++i) stream(t)[i] += delta[i] * model_.residual_multiplier;
+        });
+    }
+
+    // gated = activation(gate) * up, where the first half of the outputs is the gate.
+    void gate(Walk& walk, int threads, int tokens, const Packed<T>& gate_up, const T* bias, const Packed<T>* following) {
+        const Activation activation = static_cast<Activation>(model_.activation);
+        if (intermediate_ % kPanel == 0) {  // a task has a panel of the gate and the same one of up
+            multiply_gated<T>(walk, threads, normed_.data(), model_.hidden, tokens, gate_up, bias, activation, gated_.data(), following);
+            return;
+        }
+        multiply_rows<T>(walk, threads, normed_.data(), model_.hidden, tokens, gate_up, following,
+                         [&](int row, int column, const __m512(&sums)[4]) {
+                             write_outputs(gate_up_.data() + row * 2 * intermediate_, column, 2 * intermediate_, sums, bias);
+                         });
+        rows_phase(walk, tokens, [&](int64_t t) {
+            activate_and_multiply(gate_up_.data() + t * 2 * intermediate_, gated_.data() + t * intermediate_, intermediate_, activation);
+        });
+    }
+
+    void accumulate(float* row, int column, const __m512 (&sums)[4], const T* bias, float multiplier, bool add) const {
+        for (int c = 0; c < 4; ++c, column += kLanes) {
+            const __mmask16 lanes = first_lanes(static_cast<int>(model_.hidden) - column);
+            __m512 sum = sums[c];
+            if (bias) sum = _mm512_add_ps(sum, load(bias + column, lanes));
+            sum = _mm512_mul_ps(sum, _mm512_set1_ps(multiplier));
+            store(row + column, add ? _mm512_add_ps(load(row + column, lanes), sum) : sum, lanes);
+        }
+    }
+
+    // A phase over tokens, eight to a task.
+    template <class Row>
+    void rows_phase(Walk& walk, int tokens, Row&& row) {
+        walk.phase((tokens + 7) / 8, [&](int task) {
+            for (int t = task * 8; t < std::min(tokens, task * 8 + 8); ++t) row(t);
+        });
+    }
+
+    float* stream(int64_t t) { return stream_.data() + t * model_.hidden; }
+
+    void reserve(int64_t tokens) {
+        stream_.reserve(tokens * model_.hidden);
+        delta_.reserve(tokens * model_.hidden);
+        normed_.reserve(tokens * model_.hidden);
+        qkv_.reserve(tokens * qkv_width_);
+        attended_.reserve(tokens * model_.heads * model_.head_dim);
+        gated_.reserve(tokens * intermediate_);
+        if (intermediate_ % kPanel) gate_up_.reserve(tokens * 2 * intermediate_);
+    }
+
+    const ModelDesc model_;
+    const std::vector<LayerDesc> layers_;
+    int64_t intermediate_, qkv_width_;
+    Buffer<float> stream_, delta_;
+    Buffer<T> normed_, qkv_, attended_, gated_, gate_up_;
+    AttentionMemory<T> memory_;
+};
+
+}  // namespace llmserve

@@ -1,0 +1,254 @@
+"""The native kernels as Python calls them: the C interface of csrc/kernels.cpp, typed. Calls release the GIL.
+
+The calls check nothing: shapes, dtypes and contiguity are the callers' business. One thread at a time may call.
+"""
+
+import ctypes
+import functools
+import logging
+from ctypes import CDLL, POINTER, c_float, c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from llmserve.runtime.ops.build import BuildError, built_library
+
+log = logging.getLogger(__name__)
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""The dtypes that the kernels take, by their numbers there."""
+PANEL = 64
+"""Outputs that a packed weight keeps together: its rows are padded to a multiple."""
+BLOCK = 16
+"""Tokens of a page that the attention kernels keep together: page sizes are a multiple."""
+
+
+class Linear(ctypes.Structure):
+    """LinearDesc: a packed weight and its bias, which may be None."""
+
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64))
+
+
+class Layer(ctypes.Structure):
+    """LayerDesc."""
+
+    _fields_ = (
+        ("qkv", Linear),
+        ("output", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("attention_input_norm", c_void_p),
+        ("attention_output_norm", c_void_p),
+        ("mlp_input_norm", c_void_p),
+        ("mlp_output_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("cos_sin", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("rotary_dim", c_int64),
+        ("window", c_int64),
+    )
+
+
+class Model(ctypes.Structure):
+    """ModelDesc."""
+
+    _fields_ = (
+        ("embedding", Linear),
+        ("embedding_rows", c_void_p),
+        ("final_norm", c_void_p),
+        ("hidden", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("page_size", c_int64),
+        ("norm_heads", c_int64),
+        ("activation", c_int64),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("embedding_multiplier", c_float),
+        ("residual_multiplier", c_float),
+    )
+
+
+class Batch(ctypes.Structure):
+    """The tokens of a step, as all layers see it."""
+
+    _fields_ = (
+        ("tokens", c_int),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("block_table", c_void_p),
+        ("table_stride", c_int64),
+    )
+
+
+class AttentionCall(ctypes.Structure):
+    """One layer's attention. A window or a softcap of 0 is none."""
+
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("q_stride", c_int64),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("heads", c_int),
+        ("kv_heads", c_int),
+        ("head_dim", c_int),
+        ("page_size", c_int),
+        ("scale", c_float),
+        ("window", c_int),
+        ("softcap", c_float),
+    )
+
+
+_SIGNATURES = {
+    "set_threads": (None, [c_int]),
+    "pack": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64]),
+    "unpack": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64]),
+    "gather_rows": (None, [c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
+    "linear": (
+        None,
+        [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int, c_int],
+    ),
+    "rms_norm": (None, [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float]),
+    "activate_and_multiply": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int]),
+    "rotary": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
+    "argmax": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
+    "plan_new": (c_void_p, []),
+    "plan_delete": (None, [c_void_p]),
+    "plan_make": (None, [c_void_p, POINTER(Batch), c_int, c_void_p, c_void_p, c_int, c_int, c_int]),
+    "attention": (None, [c_int, c_void_p, POINTER(AttentionCall), c_int]),
+    "decoder_new": (c_void_p, [c_int, POINTER(Model), POINTER(Layer), c_int]),
+    "decoder_delete": (None, [c_void_p]),
+    "decoder_step": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int]),
+}
+
+
+@functools.cache
+def library() -> CDLL | None:
+    """The kernels; None, and one line in the log, where they cannot be built. The first call may take seconds."""
+    try:
+        loaded = CDLL(str(built_library()))
+    except (BuildError, OSError) as error:
+        log.warning("no native kernels, torch's own are used reason=%s", error)
+        return None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, f"llmserve_{name}")
+        function.restype, function.argtypes = result, arguments
+    loaded.llmserve_set_threads(torch.get_num_threads())
+    return loaded
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether the kernels are there and take these tensors: on the CPU, contiguous, of one dtype that they know."""
+    first = tensors[0]
+    return (
+        first.dtype in DTYPES
+        and all(t.device.type == "cpu" and t.dtype == first.dtype and t.is_contiguous() for t in tensors)
+        and library() is not None
+    )
+
+
+def set_threads(threads: int) -> None:
+    """How many threads the kernels may use."""
+    if (kernels := library()) is not None:
+        kernels.llmserve_set_threads(threads)
+
+
+def threads_for(rows: int) -> int:
+    """How many threads a matrix product of so many rows is shared among; the crew takes no more than it has."""
+    return 64
+
+
+# The functions below are for `usable` tensors only.
+
+
+def pack(weight: Tensor, packed: Tensor) -> None:
+    """Lays weight [N, K] out in panels; packed is [N rounded up to PANEL, K]."""
+    _kernels().llmserve_pack(DTYPES[weight.dtype], weight.data_ptr(), packed.data_ptr(), *weight.shape)
+
+
+def unpack(packed: Tensor, outputs: int) -> Tensor:
+    """The weight [outputs, K] of a packed one."""
+    weight = packed.new_empty((outputs, packed.shape[1]))
+    _kernels().llmserve_unpack(DTYPES[weight.dtype], packed.data_ptr(), weight.data_ptr(), *weight.shape)
+    return weight
+
+
+def gather_rows(packed: Tensor, ids: Tensor, outputs: int) -> Tensor:
+    """The rows of the packed weight [outputs, K] that int64 ids [n] name, [n, K]."""
+    rows = packed.new_empty((ids.shape[0], packed.shape[1]))
+    _kernels().llmserve_gather_rows(
+        DTYPES[rows.dtype], packed.data_ptr(), ids.data_ptr(), rows.data_ptr(), len(ids), outputs, packed.shape[1]
+    )
+    return rows
+
+
+def linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, wide: bool = False) -> Tensor:
+    """x [..., K] times the packed weight [outputs, K] transposed, plus bias; `wide`: in float32, without rounding."""
+    y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32 if wide else x.dtype)
+    rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
+    _kernels().llmserve_linear(
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        inputs,
+        rows,
+        packed.data_ptr(),
+        outputs,
+        inputs,
+        bias.data_ptr() if bias is not None else None,
+        y.data_ptr(),
+        wide,
+        threads_for(rows),
+    )
+    return y
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x + residual, and x + residual (x itself without a residual). weight is float32 [x.shape[-1]]."""
+    normed = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    size = x.shape[-1]
+    _kernels().llmserve_rms_norm(
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        residual.data_ptr() if residual is not None else None,
+        weight.data_ptr(),
+        normed.data_ptr(),
+        total.data_ptr(),
+        x.numel() // size,
+        size,
+        eps,
+    )
+    return normed, total
+
+
+def activate_and_multiply(x: Tensor, activation: int) -> Tensor:
+    """activation(gate) * up of x [..., 2 * I]; the activation by its number (ACTIVATIONS)."""
+    size = x.shape[-1] // 2
+    y = x.new_empty((*x.shape[:-1], size))
+    _kernels().llmserve_activate_and_multiply(
+        DTYPES[x.dtype], x.data_ptr(), y.data_ptr(), y.numel() // size, size, activation
+    )
+    return y
+
+
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index of the largest of each row of float32 logits [N, V], int64 [N], and that value, [N]."""
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    best = torch.empty(logits.shape[0])
+    _kernels().llmserve_argmax(logits.data_ptr(), tokens.data_ptr(), best.data_ptr(), *logits.shape)
+    return tokens, best
+
+
+def _kernels() -> CDLL:
+    kernels = library()
+    assert kernels is not None
+    return kernels
