@@ -24,6 +24,9 @@ ONCE_WIDTH = 100
 ONCE_WAIT_S = 3.0
 """--once waits so long for two samples, between which there are rates."""
 
+NOTICE_S = 5.0
+"""How long a message stays."""
+
 
 def top(
     ctx: typer.Context,
@@ -159,14 +162,17 @@ def show_screen(console: Console, source: "Source", ui: "Ui", glyphs: "Glyphs") 
         with Feed(source) as feed, Screen(console.color) as screen:
             source.wake = screen.wake
             snapshot = feed.snapshot()
-            due = 0.0
+            due = told = 0.0
             while True:
                 for notice in feed.pump():
-                    ui.message = notice
+                    ui.message, told = notice, time.monotonic()
+                if time.monotonic() > told + NOTICE_S:
+                    ui.message = ""
                 if time.monotonic() >= due and not ui.paused:
                     snapshot, due = feed.snapshot(), time.monotonic() + ui.interval
                 screen.draw(render(snapshot, ui, *screen.size, glyphs))
                 for key in screen.keys(max(0.0, due - time.monotonic()) if not ui.paused else ui.interval):
+                    told = time.monotonic()
                     action = ui.press(key, snapshot)
                     if isinstance(action, Quit):
                         return

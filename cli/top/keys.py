@@ -48,9 +48,9 @@ UNFINISHED = re.compile(r"\x1b(\[[0-9;?]*|O)?$")
 ALIASES = {"k": "up", "j": "down", "h": "left", "l": "right", "g": "home", "G": "end", "d": "enter", "x": "delete"}
 
 HELP = (
-    ("↑ ↓ j k", "choose a request"),
+    ("Up Down j k", "choose a request"),
     ("g G PgUp PgDn", "first, last, a page up or down"),
-    ("← → h l", "sort by the column to the left or right"),
+    ("Left Right h l", "sort by the column to the left or right"),
     ("s r", "sort by the next column; reverse"),
     ("/", "show only what contains a text; Esc shows all"),
     ("Space u", "tag the request; untag all"),

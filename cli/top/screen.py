@@ -120,7 +120,7 @@ class Screen:
             self._shown = ["\0"] * len(rendered)
             self._write("\x1b[2J")
         changed = [
-            f"\x1b[{number}H{new}\x1b[K"
+            f"\x1b[{number}H\x1b[K{new}"  # erased first: after the last column, \x1b[K would erase that
             for number, (new, old) in enumerate(zip(rendered, self._shown, strict=True), start=1)
             if new != old
         ]

@@ -34,6 +34,8 @@ POLL_S = 0.25
 CALL_TIMEOUT_S = 5.0
 ACTION_TIMEOUT_S = 30.0
 GPU_S = 2.0
+CLOSE_S = 1.0
+"""So long a thread may take to end; one that waits for a slow scheduler is left behind."""
 
 
 class Notice(NamedTuple):
@@ -85,7 +87,7 @@ class Source:
     def close(self) -> None:
         self._ends.set()
         for thread in self._threads:
-            thread.join()
+            thread.join(CLOSE_S)
 
     def put(self, item: Item) -> None:
         self._items.put(item)
@@ -179,25 +181,24 @@ class Live(Source):
         record = self._record
         endpoint = f"watch-{os.getpid()}-{secrets.token_hex(4)}"
         path = record.directory / endpoint
-        lease = SubscribeMetricsReqInput(endpoint=endpoint, lease_s=LEASE_S)
         pull = Pull(ipc_address(path), MetricsInput)
+        lease = Lease(record, endpoint)
         try:
-            with Remote(record, CALL_TIMEOUT_S) as remote:
-                poller = Poller(pull)
-                renew = look = 0.0
-                while not self._ends.is_set():
-                    if time.monotonic() >= look:
-                        look = time.monotonic() + LOOK_S
-                        if not record.alive:
-                            raise InstanceError(f"its process {record.pid} is gone", 69)
-                    if time.monotonic() >= renew:
-                        remote.each(lease)
-                        renew = time.monotonic() + RENEW_S
-                        self._say("connected")
-                    poller.wait(POLL_S)
-                    while (message := pull.recv()) is not None:
-                        self.put(cast(MetricsInput, message))
+            poller = Poller(pull)
+            look = 0.0
+            while not self._ends.is_set():
+                if time.monotonic() >= look:
+                    look = time.monotonic() + LOOK_S
+                    if not record.alive:
+                        raise InstanceError(f"its process {record.pid} is gone", 69)
+                    if lease.error is not None:
+                        raise lease.error
+                poller.wait(POLL_S)
+                while (message := pull.recv()) is not None:
+                    self._say("connected")
+                    self.put(cast(MetricsInput, message))
         finally:
+            lease.end()
             pull.close()
             path.unlink(missing_ok=True)
 
@@ -243,6 +244,34 @@ class Live(Source):
             if gpus:
                 self.put(Gpus(time=time.time(), gpus=gpus))
             self._ends.wait(GPU_S)
+
+
+class Lease:
+    """Keeps the metrics coming to `endpoint` until `end`, in a thread: a scheduler in a long step answers late."""
+
+    def __init__(self, record: InstanceRecord, endpoint: str) -> None:
+        self.error: RpcCallError | None = None
+        """Why it could not be renewed."""
+        self._record = record
+        self._request = SubscribeMetricsReqInput(endpoint=endpoint, lease_s=LEASE_S)
+        self._ends = threading.Event()
+        threading.Thread(target=self._renew, daemon=True).start()
+
+    def end(self) -> None:
+        """Lets the lease run out."""
+        self._ends.set()
+
+    def _renew(self) -> None:
+        with Remote(self._record, CALL_TIMEOUT_S) as remote:
+            while not self._ends.is_set():
+                try:
+                    remote.each(self._request)
+                except RpcCallError as error:
+                    if error.code != "timeout":
+                        self.error = error
+                        return
+                else:
+                    self._ends.wait(RENEW_S)
 
 
 NVIDIA_SMI = (

@@ -25,7 +25,7 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("RID", 12, 0, lambda r: rid_of(r), lambda r: r.rid, right=False, descending=False),
+    Column("RID", 18, 0, lambda r: rid_of(r), lambda r: r.rid, right=False, descending=False),
     Column("STATE", 7, 3, lambda r: r.state, lambda r: r.state, right=False, descending=False),
     Column("AGE", 6, 1, lambda r: format.duration(r.age_s), lambda r: r.age_s),
     Column("PROMPT", 7, 5, lambda r: format.number(r.prompt_tokens), lambda r: r.prompt_tokens),

@@ -12,7 +12,7 @@ from rich.cells import cell_len, set_cell_size
 from llmserve.cli import format
 from llmserve.cli.console import printable
 from llmserve.cli.top.keys import HELP, Abort, Ui
-from llmserve.cli.top.model import Quantiles, Request, Snapshot
+from llmserve.cli.top.model import STALE_S, Quantiles, Request, Snapshot
 from llmserve.cli.top.table import Column, fitting, key_of, rid_of
 
 Span = tuple[str, str]
@@ -20,8 +20,6 @@ Line = list[Span]
 
 WIDE = 100
 """From this width on, blocks stand side by side."""
-LATE_S = 3.0
-"""A process that has said nothing for so long is called late."""
 FULL = 0.9
 """From this share of the KV pool on, it is called high."""
 
@@ -138,7 +136,7 @@ class Drawing:
         age = self.s.data_age_s
         if age is None:
             return [("no data yet", "dim")]
-        if age > LATE_S:
+        if age > STALE_S:
             return [(f"{self.glyphs.alert} data {format.duration(age)} old", "bad")]
         return [(f"data {format.duration(age)} old" if self.width >= 60 else format.duration(age), "dim")]
 
@@ -300,7 +298,7 @@ class Drawing:
         lines.append([(f"{'':12}{'pid':>7}{'rss':>10}{'cpu':>6}{'heard':>7}{'drop':>6}", "dim")])
         many = len({(p.dp_rank, p.pp_rank, p.tp_rank) for p in self.s.processes}) > 1
         for process in self.s.processes:
-            late = process.heartbeat_age_s > LATE_S
+            late = process.heartbeat_age_s > STALE_S
             rank = (
                 f" {process.dp_rank}.{process.pp_rank}.{process.tp_rank}"
                 if many and process.role == "scheduler"
@@ -339,7 +337,7 @@ class Drawing:
         note += f", {len(ui.tagged)} tagged" if ui.tagged else ""
         lines = [self._title("Requests", note, self.width)] if room >= 4 else []
         columns = fitting(self.width - 2)
-        widths = self._widths(columns)
+        widths = self._widths(columns, rows)
         if room >= 3:
             lines.append([("  ", ""), *self._table_header(columns, widths)])
         ui.page = max(1, room - len(lines))
@@ -349,10 +347,14 @@ class Drawing:
             lines.append(self._row(row, columns, widths, number == place))
         return lines
 
-    def _widths(self, columns: Sequence[Column]) -> list[int]:
-        """The rid takes what the others leave."""
+    def _widths(self, columns: Sequence[Column], rows: Sequence[Request]) -> list[int]:
+        """The rid takes what the others leave, as far as it needs it."""
         rest = self.width - 2 - sum(column.width + 2 for column in columns if column.name != "RID")
-        return [max(8, rest) if column.name == "RID" else column.width for column in columns]
+        longest = max((cell_len(rid_of(row)) for row in rows), default=0)
+        return [
+            max(8, min(rest, max(longest, column.width))) if column.name == "RID" else column.width
+            for column in columns
+        ]
 
     def _table_header(self, columns: Sequence[Column], widths: Sequence[int]) -> Line:
         line: Line = []

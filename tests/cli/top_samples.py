@@ -61,18 +61,18 @@ def front(second: int) -> HttpMetrics:
     )
 
 
-def samples(seconds: int = SECONDS) -> list[Sample]:
+def samples(seconds: int = SECONDS, first: int = 0) -> list[Sample]:
     name = {"name": "prod", "model": "SmolLM2-135M", "address": "127.0.0.1:30000"}
     gpu = GpuInfo(index=0, name="H200", used_bytes=12 << 30, total_bytes=139 << 30, busy_percent=45.0)
-    found: list[Sample] = [Link(time=START, status="connected", **name), Gpus(time=START, gpus=(gpu,))]
-    for second in range(seconds + 1):
+    found: list[Sample] = [Link(time=START + first, status="connected", **name), Gpus(time=START + first, gpus=(gpu,))]
+    for second in range(first, seconds + 1):
         found += [scheduler(second), front(second)]
     return found
 
 
-def record(path: Path, seconds: int = SECONDS) -> Path:
+def record(path: Path, seconds: int = SECONDS, first: int = 0) -> Path:
     recorder = Recorder(path)
-    for sample in samples(seconds):
+    for sample in samples(seconds, first):
         recorder.add(sample)
     recorder.close()
     return path

@@ -1,0 +1,220 @@
+"""The model of `top`, fed from a recording with known curves (top_samples.py)."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_instance import run
+from top_samples import BOUNDS, SECONDS, START, front, record, samples, scheduler
+
+from llmserve.cli.top.model import Model, Snapshot, quantiles
+from llmserve.cli.top.samples import Link, RecordingError, Sample, read
+from llmserve.cli.top.source import Ended, Replay, parse_gpus
+from llmserve.runtime.messages import Histogram
+
+
+def fed(found: list[Sample]) -> Model:
+    model = Model()
+    for sample in found:
+        model.add(sample)
+    return model
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("top") / "top.jsonl")
+
+
+@pytest.fixture(scope="module")
+def snapshot(recording: Path) -> Snapshot:
+    return fed(list(read(recording))).snapshot(START + SECONDS + 0.5)
+
+
+def test_a_recording_gives_back_every_sample(recording: Path) -> None:
+    assert list(read(recording)) == samples()
+
+
+def test_gauges_and_rates(snapshot: Snapshot) -> None:
+    assert (snapshot.instance, snapshot.model, snapshot.state) == ("prod", "SmolLM2-135M", "ready")
+    assert (snapshot.weight_version, snapshot.uptime_s, snapshot.data_age_s) == (3, 1120.5, 0.5)
+    load = snapshot.load
+    assert (load.running, load.waiting) == (3, 1)
+    assert (load.decode_tokens_per_s, load.prefill_tokens_per_s) == (100.0, 50.0)
+    assert (load.requests_per_s, load.steps_per_s) == (2.0, 20.0)
+
+
+def test_hit_rate_of_the_last_minute_and_of_all_time(snapshot: Snapshot) -> None:
+    """Cached: 40 of 50 tokens a second, in the second of two minutes only."""
+    assert snapshot.cache.hit_rate == pytest.approx(0.8, abs=0.01)
+    assert snapshot.cache.hit_rate_lifetime == pytest.approx(0.4)
+    assert (snapshot.cache.total, snapshot.cache.used, snapshot.cache.cached, snapshot.cache.free) == (
+        10_000,
+        2_500,
+        5_000,
+        2_500,
+    )
+    assert (snapshot.cache.retractions, snapshot.cache.retractions_last_minute) == (4, 2)
+
+
+def test_quantiles_are_of_the_last_minute(snapshot: Snapshot) -> None:
+    """In the first minute all took 0.01 to 0.1 s, in the second 0.1 to 1 s, evenly within the bucket."""
+    assert snapshot.latency.window_s == 60.0
+    ttft = snapshot.latency.ttft
+    assert ttft.count == 120
+    assert (ttft.p50, ttft.p95, ttft.p99) == pytest.approx((0.55, 0.955, 0.991))
+
+
+def test_one_front_sample_gives_quantiles_since_the_start() -> None:
+    snapshot = fed([scheduler(50), front(50)]).snapshot(START + 50)
+    assert snapshot.latency.window_s == 0.0
+    assert snapshot.latency.ttft.count == 100
+    assert snapshot.latency.ttft.p50 == pytest.approx(0.055)
+
+
+@pytest.mark.parametrize(
+    ("counts", "p50", "p99"),
+    [
+        ((0, 0, 0, 0, 0), None, None),
+        ((100, 0, 0, 0, 0), 0.005, 0.0099),
+        ((50, 0, 50, 0, 0), 0.01, 0.982),
+        ((0, 0, 0, 0, 7), 10.0, 10.0),
+    ],
+)
+def test_quantiles_within_a_bucket(counts: tuple[int, ...], p50: float | None, p99: float | None) -> None:
+    found = quantiles(Histogram(bounds=BOUNDS, counts=counts, sum=0.0))
+    assert found.p50 == (None if p50 is None else pytest.approx(p50))
+    assert found.p99 == (None if p99 is None else pytest.approx(p99))
+
+
+def test_history_has_a_value_a_second(snapshot: Snapshot) -> None:
+    assert len(snapshot.history["decode"]) == SECONDS
+    assert set(snapshot.history["decode"]) == {100.0}
+    assert set(snapshot.history["running"]) == {3.0}
+
+
+def test_processes_and_their_heartbeats(snapshot: Snapshot) -> None:
+    main, rank = snapshot.processes
+    assert (main.role, main.pid, main.dropped_messages, main.heartbeat_age_s) == ("main", 100, 5, 0.5)
+    assert (rank.role, rank.pid, rank.rss_bytes) == ("scheduler", 200, 2 << 30)
+    assert snapshot.gpus[0].name == "H200"
+
+
+def test_requests_age_with_the_clock(snapshot: Snapshot) -> None:
+    assert snapshot.requests[0].rid == "cmpl-a"
+    assert snapshot.requests[0].age_s == 120.5
+
+
+# ---- states --------------------------------------------------------------------------------------------------------
+
+
+def test_silence_is_stalled() -> None:
+    model = fed(samples(10))
+    assert model.snapshot(START + 13).state == "ready"
+    stalled = model.snapshot(START + 15)
+    assert stalled.state == "stalled"
+    assert "said nothing for 5 s" in stalled.reason
+
+
+def test_work_without_steps_is_stalled() -> None:
+    model = fed(samples(10))
+    for second in range(11, 17):
+        model.add(msgspec.structs.replace(scheduler(10), time=START + second))
+    found = model.snapshot(START + 16)
+    assert found.state == "stalled"
+    assert "no step for 6 s while 3 run" in found.reason
+
+
+@pytest.mark.parametrize("state", ["paused", "draining"])
+def test_a_state_without_steps_that_is_meant_is_not_stalled(state: str) -> None:
+    model = fed(samples(10))
+    for second in range(11, 17):
+        model.add(msgspec.structs.replace(scheduler(10), time=START + second, state=state, running=0))
+    assert model.snapshot(START + 16).state == state
+
+
+@pytest.mark.parametrize(("status", "state"), [("dead", "dead"), ("lost", "lost"), ("starting", "starting")])
+def test_the_link_tells_what_the_scheduler_cannot(status: str, state: str) -> None:
+    model = fed(samples(10))
+    model.add(Link(time=START + 11, status=status, name="prod", detail="why"))
+    assert model.snapshot(START + 11).state == state
+
+
+def test_a_restart_begins_anew() -> None:
+    """The counters of the next life are lower; no rate may become negative, no old row stay."""
+    model = fed(samples(100))
+    model.add(msgspec.structs.replace(scheduler(1), time=START + 110))
+    model.add(msgspec.structs.replace(front(1), time=START + 110))
+    model.add(msgspec.structs.replace(scheduler(2), time=START + 111))
+    found = model.snapshot(START + 111)
+    assert found.load.decode_tokens_per_s == 100.0
+    assert found.latency.ttft.count == 2
+    assert len(found.history["decode"]) == 1
+
+
+def test_replicas_are_added_up() -> None:
+    other = [msgspec.structs.replace(scheduler(second), dp_rank=1) for second in range(11)]
+    ours = [scheduler(second) for second in range(11)]
+    found = fed([sample for pair in zip(ours, other, strict=True) for sample in pair]).snapshot(START + 10)
+    assert found.replicas == 2
+    assert (found.load.running, found.cache.total) == (6, 20_000)
+    assert found.load.decode_tokens_per_s == pytest.approx(200.0)
+    assert len(found.requests) == 8
+
+
+# ---- recordings and what is printed without a screen ----------------------------------------------------------------
+
+
+def test_once_json_is_one_object(recording: Path) -> None:
+    data = json.loads(run("top", "--replay", str(recording), "--once", "--json").out)
+    assert data["schema_version"] == 1
+    assert data["load"]["decode_tokens_per_s"] == 100.0
+    assert data["requests"][2]["rid"] == "evil\x1b[2J\x07"
+    assert "history" not in data
+
+
+def test_json_is_a_line_an_interval(recording: Path) -> None:
+    out = run("top", "--replay", str(recording), "--json", "--speed", "240", "--interval", "0.1").out
+    times = [json.loads(line)["time"] for line in out.splitlines()]
+    assert 3 <= len(times) <= 7  # half a second of replay
+    assert times == sorted(times)
+    assert times[-1] >= START + SECONDS
+
+
+def test_off_a_terminal_it_is_plain_lines(recording: Path) -> None:
+    out = run("top", "--replay", str(recording), "--speed", "240", "--interval", "0.2").out
+    assert "\x1b" not in out
+    last = dict(pair.split("=") for pair in out.splitlines()[-1].split()[1:])
+    assert last["instance"] == "prod"
+    assert (last["running"], last["decode_tokens_per_s"], last["kv_used"]) == ("3", "100.0", "25%")
+
+
+def test_replay_keeps_the_pace(recording: Path) -> None:
+    source = Replay(recording, speed=1000.0)
+    source.start()
+    taken = []
+    while not any(isinstance(item, Ended) for item in taken):
+        taken += source.take()
+    assert len(taken) == len(samples()) + 1
+    source.close()
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", '{"format": "llmserve-top", "version": 99}\n', "not json\n"])
+def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x"
+    path.write_text(text)
+    with pytest.raises(RecordingError, match="not a recording"):
+        list(read(path))
+    assert run("top", "--replay", str(path), "--once").code == 2
+
+
+def test_a_broken_line_is_named(recording: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text(recording.read_text().splitlines()[0] + '\n{"type": "Nonsense"}\n')
+    with pytest.raises(RecordingError, match=r"x:2 is not a sample"):
+        list(read(path))
+
+
+def test_gpus_are_read_from_nvidia_smi() -> None:
+    (gpu,) = parse_gpus("0, NVIDIA H200, 12345, 143771, 37\n")
+    assert (gpu.index, gpu.name, gpu.used_bytes, gpu.busy_percent) == (0, "NVIDIA H200", 12345 << 20, 37.0)

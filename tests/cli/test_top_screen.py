@@ -1,0 +1,245 @@
+"""`top` in a real pseudo-terminal: keys, signals, sizes, and what is left of the terminal afterwards."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pexpect
+import pytest
+from fake_instance import FakeInstance, fresh_registry, request_info, run
+from top_samples import front, record, scheduler
+
+from llmserve.runtime.messages import (
+    AbortReqInput,
+    AbortReqOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    Message,
+    SubscribeMetricsReqInput,
+    SubscribeMetricsReqOutput,
+)
+from llmserve.runtime.ports import ipc_address
+from llmserve.runtime.wire import Push
+
+ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"
+WAIT_S = 15
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh_registry(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    return record(tmp_path / "top.jsonl", seconds=63, first=60)
+
+
+@contextlib.contextmanager
+def terminal(*arguments: str, size: tuple[int, int] = (24, 80), **environ: str) -> Iterator[Any]:
+    """`llmserve top ARGUMENTS` in a terminal of so many lines and columns."""
+    env = os.environ | {"TERM": "xterm-256color", "LANG": "C.UTF-8"} | environ
+    command = [str(Path(sys.executable).with_name("llmserve")), "top", *arguments]
+    child = pexpect.spawn(command[0], command[1:], env=env, dimensions=size, encoding="utf-8", timeout=WAIT_S)
+    try:
+        yield child
+    finally:
+        child.close(force=True)
+
+
+def ends(child: Any) -> int:
+    """Waits for the end; the exit status, or minus the signal."""
+    child.expect(pexpect.EOF)
+    child.wait()
+    return int(-child.signalstatus if child.signalstatus else child.exitstatus)
+
+
+def test_keys_move_filter_and_quit(recording: Path) -> None:
+    with terminal("--replay", str(recording)) as child:
+        child.expect("▸ cmpl-a")
+        child.send("j")
+        child.expect("▸ cmpl-b")
+        child.send("\x1b[B")
+        child.expect("▸ evil␛")
+        child.send("/bob\r")
+        child.expect("filter 'bob'")
+        child.send("\r")
+        child.expect("of at most 200 tokens")
+        child.send("qa")
+        child.expect("abort 1 request: .*cmpl-b")
+        child.send("y")
+        child.expect("a recording cannot be changed")
+        child.send("q")
+        child.expect(re.escape(LEFT))
+        assert ends(child) == 0
+
+
+def test_the_terminal_is_as_it_was(recording: Path) -> None:
+    with terminal("--replay", str(recording)) as child:
+        before = termios.tcgetattr(child.child_fd)
+        child.expect("cmpl-a")
+        assert termios.tcgetattr(child.child_fd)[3] & termios.ICANON == 0
+        child.send("q")
+        child.expect(re.escape("\x1b[?25h" + LEFT))
+        assert ends(child) == 0
+        assert termios.tcgetattr(child.child_fd) == before
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)], ids=["term", "hup", "int"]
+)
+def test_signals_end_it_and_restore_the_terminal(recording: Path, number: int, code: int) -> None:
+    with terminal("--replay", str(recording)) as child:
+        child.expect("cmpl-a")
+        child.kill(number)
+        child.expect(re.escape(LEFT))
+        assert ends(child) == code
+
+
+def test_an_exception_restores_the_terminal(recording: Path) -> None:
+    with recording.open("a") as file:
+        file.write("nonsense\n")
+    with terminal("--replay", str(recording), "--speed", "2") as child:
+        child.expect(re.escape(LEFT))
+        child.expect("is not a sample")
+        assert ends(child) == 2
+
+
+def test_it_stops_and_goes_on(recording: Path) -> None:
+    """Under a shell with job control: the kernel stops no process group that nobody could continue."""
+    shell = pexpect.spawn(
+        "bash", ["--norc", "--noprofile", "-i"], encoding="utf-8", timeout=WAIT_S, dimensions=(24, 80)
+    )
+    command = Path(sys.executable).with_name("llmserve")
+    try:
+        shell.sendline(f"PS1='$ '; {command} top --replay {recording}")
+        shell.expect("cmpl-a")
+        shell.send("\x1a")
+        shell.expect(re.escape(LEFT))
+        shell.expect("Stopped")
+        shell.sendline("echo al''ive; fg")
+        shell.expect("alive")
+        shell.expect(re.escape(ENTERED))
+        shell.expect("cmpl-a")
+        shell.send("q")
+        shell.expect(re.escape(LEFT))
+    finally:
+        shell.close(force=True)
+
+
+def test_it_follows_the_size(recording: Path) -> None:
+    with terminal("--replay", str(recording)) as child:
+        child.expect("Requests")
+        child.setwinsize(5, 20)
+        child.expect("run 3 wait 1 100/s")
+        child.setwinsize(40, 150)
+        child.expect("Processes")
+        child.send("q")
+        assert ends(child) == 0
+
+
+def test_no_color_draws_without_styles(recording: Path) -> None:
+    with terminal("--replay", str(recording), NO_COLOR="1") as child:
+        child.expect("▸ cmpl-a")
+        drawn = child.before
+        child.send("q")
+        assert ends(child) == 0
+    assert not re.search(r"\x1b\[[0-9;]*m", drawn)
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(recording: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [Path(sys.executable).with_name("llmserve"), "top", "--replay", str(recording), "--interval", "0.2"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False)
+    os.close(writer)
+    assert done.stderr == ""
+
+
+# ---- live ----------------------------------------------------------------------------------------------------------
+
+
+def watch(fake: FakeInstance) -> None:
+    """Makes the instance push a second's metrics at every renewal of a lease, and answer abort and flush."""
+    pushes: dict[str, Push] = {}
+    second = iter(range(100, 1000))
+
+    def lease(request: SubscribeMetricsReqInput) -> Message:
+        address = ipc_address(fake.instance.directory / request.endpoint)
+        push = pushes.setdefault(request.endpoint, Push(address))
+        for number in (next(second), next(second)):
+            for message in (scheduler(number), front(number)):
+                push.send(msgspec.structs.replace(message, time=time.time()))
+        return SubscribeMetricsReqOutput(lease_s=request.lease_s)
+
+    fake.handlers[SubscribeMetricsReqInput] = lease
+    fake.handlers[AbortReqInput] = lambda request: AbortReqOutput(aborted=request.rids)
+    fake.handlers[FlushCacheReqInput] = lambda _: FlushCacheReqOutput(pages_freed=12, bytes_freed=1)
+
+
+def test_abort_and_flush_reach_the_scheduler() -> None:
+    with FakeInstance() as fake:
+        watch(fake)
+        with terminal() as child:
+            child.expect("▸ cmpl-a")
+            child.send("ja")
+            child.expect("abort 1 request: .*cmpl-b")
+            child.send("y")
+            child.expect("aborted 1 request")
+            child.send("f")
+            child.expect("flushed 12 pages")
+            child.send("q")
+            assert ends(child) == 0
+        asked = [request for request in fake.requests if isinstance(request, AbortReqInput | FlushCacheReqInput)]
+        assert asked == [AbortReqInput(rids=("cmpl-b",)), FlushCacheReqInput()]
+        assert not list(fake.instance.directory.glob("watch-*"))  # its socket is removed
+
+
+def test_readonly_asks_nothing_of_the_scheduler() -> None:
+    with FakeInstance() as fake:
+        watch(fake)
+        with terminal("--readonly") as child:
+            child.expect("▸ cmpl-a")
+            child.send("a")
+            child.expect("read-only")
+            child.send("f")
+            child.send("q")
+            assert ends(child) == 0
+        assert all(isinstance(request, SubscribeMetricsReqInput) for request in fake.requests)
+
+
+def test_it_finds_the_instance_again_after_a_restart() -> None:
+    with terminal("--interval", "0.2") as nothing:
+        assert ends(nothing) == 3  # there has to be one to begin with
+    fake = FakeInstance()
+    watch(fake)
+    with fake, terminal("--interval", "0.2") as child:
+        child.expect("● ready")
+        fake.__exit__(None, None, None)
+        child.expect("✖ dead|. lost")
+        with FakeInstance() as again:
+            watch(again)
+            again.running = [request_info("x")]
+            child.expect("● ready")
+        child.send("q")
+        assert ends(child) == 0
+
+
+def test_a_recording_of_a_live_instance_can_be_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "live.jsonl"
+    with FakeInstance() as fake:
+        watch(fake)
+        seen = run("top", "--once", "--record", str(path)).out
+    replayed = run("top", "--replay", str(path), "--once").out
+    for text in (seen, replayed):
+        assert text.startswith("● ready  fake  model")
+        assert "▸ cmpl-a" in text

@@ -1,0 +1,145 @@
+"""What `top` draws, as text, at several sizes."""
+
+import itertools
+
+import msgspec
+import pytest
+from rich.cells import cell_len
+from top_samples import SECONDS, START, samples
+
+from llmserve.cli.top import view
+from llmserve.cli.top.keys import Abort, Ui
+from llmserve.cli.top.model import Model, Snapshot
+
+SIZES = [(20, 5), (30, 8), (40, 10), (80, 24), (99, 30), (100, 20), (120, 40), (200, 50), (300, 80)]
+
+
+@pytest.fixture(scope="module")
+def snapshot() -> Snapshot:
+    model = Model()
+    for sample in samples():
+        model.add(sample)
+    return model.snapshot(START + SECONDS + 0.4)
+
+
+def drawn(snapshot: Snapshot, width: int, height: int, ui: Ui | None = None, glyphs: view.Glyphs = view.UNICODE) -> str:
+    return view.text_of(view.render(snapshot, ui or Ui(), width, height, glyphs))
+
+
+@pytest.mark.parametrize("size", [*SIZES, (1, 1), (5, 2), (12, 3)])
+@pytest.mark.parametrize("mode", ["list", "detail", "help", "filter", "confirm"])
+def test_it_is_never_larger_than_the_screen(snapshot: Snapshot, size: tuple[int, int], mode: str) -> None:
+    ui = Ui(mode=mode, asked=Abort(("cmpl-a", "cmpl-b")), wanted="cmpl", chosen=("cmpl-a", 0, 0))
+    lines = view.render(snapshot, ui, *size)
+    assert len(lines) == size[1]
+    assert max(sum(cell_len(text) for text, _ in line) for line in lines) <= size[0]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_shows_the_state_the_load_and_the_oldest_request(snapshot: Snapshot, size: tuple[int, int]) -> None:
+    text = drawn(snapshot, *size)
+    assert text.startswith("● ready  prod")
+    assert "run" in text
+    assert "25%" in text
+    assert "▸ cmpl-a" in text
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_control_characters_are_shown_not_sent(snapshot: Snapshot, size: tuple[int, int]) -> None:
+    assert not any(ord(character) < 32 for character in drawn(snapshot, *size).replace("\n", ""))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ascii_is_ascii(snapshot: Snapshot, size: tuple[int, int]) -> None:
+    plain = msgspec.structs.replace(snapshot, requests=snapshot.requests[:2])
+    for mode in ("list", "detail", "help"):
+        ui = Ui(mode=mode, chosen=("cmpl-a", 0, 0))
+        assert drawn(plain, *size, ui=ui, glyphs=view.ASCII).isascii()
+
+
+def test_80_by_24(snapshot: Snapshot) -> None:
+    """The whole picture on the usual terminal, title rules and curves left out."""
+    lines = drawn(snapshot, 80, 24).splitlines()
+    words = [" ".join(itertools.takewhile(lambda word: word[0] not in "─█▁", line.split())) for line in lines]
+    assert words[:3] == [
+        "● ready prod SmolLM2-135M weights v3 up 18m40s data 400ms old",
+        "Load step 50ms",
+        "running 3",
+    ]
+    assert words[4:7] == ["prefill 50 tok/s", "decode 100 tok/s", "requests 2.0/s"]
+    assert "used 2.5k (25%) cached 5.0k free 2.5k" in words
+    assert "hit rate 80% last minute, 40% since the start" in words
+    assert "evicted 10/s (1.2k) retracted ▲ 2 last minute (4)" in words
+    assert "p50/p95 ttft 550ms/955ms itl 550ms/955ms e2e 550ms/955ms queue 550ms/955ms" in words
+    table = words.index("RID STATE AGE▼ PROMPT CACHED OUTPUT TOK/S")
+    assert words[table + 1] == "▸ cmpl-a decode 2m00s 2.0k 64 120/200 12.5"
+    assert words[table + 3].startswith("evil␛[2J␇ prefill")
+    assert words[-1] == "q quit ? help a abort f flush / filter s sort Space tag Enter detail"
+
+
+def test_wide_shows_processes_beside_latencies(snapshot: Snapshot) -> None:
+    text = drawn(snapshot, 120, 30)
+    assert any("Latency" in line and "Processes" in line for line in text.splitlines())
+    assert any(line.endswith("main            100  80.0 MiB   12%  400ms     5") for line in text.splitlines())
+    assert "12.0 GiB of 139 GiB, 45% busy" in text
+    assert text.splitlines()[0].endswith("data 400ms old")
+
+
+def test_the_bar_shows_the_parts_of_the_pool(snapshot: Snapshot) -> None:
+    bar = drawn(snapshot, 80, 24).splitlines()[8]
+    assert (bar.count("█"), bar.count("▒"), bar.count("·")) == (18, 35, 17)
+
+
+def test_severity_is_said_in_words(snapshot: Snapshot) -> None:
+    cache = msgspec.structs.replace(snapshot.cache, used=9_500)
+    bad = msgspec.structs.replace(
+        snapshot,
+        state="stalled",
+        reason="no step for 6 s",
+        data_age_s=9.0,
+        cache=cache,
+        processes=tuple(msgspec.structs.replace(p, heartbeat_age_s=9.0) for p in snapshot.processes),
+    )
+    text = drawn(bad, 120, 40)
+    assert text.startswith("▲ stalled  no step for 6 s")
+    assert "▲ data 9.0s old" in text
+    assert "▲ high" in text
+    assert text.count("▲ late") == 2
+
+
+def test_the_chosen_row_stays_in_sight() -> None:
+    model = Model()
+    for sample in samples(5):
+        model.add(sample)
+    found = model.snapshot(START + 5)
+    rows = [
+        msgspec.structs.replace(found.requests[0], rid=f"r{number:03}", age_s=500.0 - number) for number in range(200)
+    ]
+    crowded = msgspec.structs.replace(found, requests=tuple(rows))
+    for number in (0, 77, 199):
+        text = drawn(crowded, 80, 24, Ui(chosen=(f"r{number:03}", 0, 0)))
+        assert f"▸ r{number:03}" in text
+    assert text.splitlines()[-2].startswith("▸ r199")
+
+
+def test_detail_says_when_the_request_has_to_end(snapshot: Snapshot) -> None:
+    text = drawn(snapshot, 80, 24, Ui(mode="detail", chosen=("cmpl-a", 0, 0)))
+    assert "user         ann" in text
+    assert "120 of at most 200 tokens" in text
+    assert "in 6.4s at the latest" in text
+    gone = drawn(snapshot, 80, 24, Ui(mode="detail", chosen=("gone", 0, 0)))
+    assert "has ended" in gone
+
+
+def test_abort_is_asked_with_the_rids(snapshot: Snapshot) -> None:
+    ui = Ui(mode="confirm", asked=Abort(("cmpl-a", "evil\x1b[2J")))
+    assert drawn(snapshot, 80, 24, ui).splitlines()[-1] == "abort 2 requests: cmpl-a, evil␛[2J [y/N]"
+    many = Ui(mode="confirm", asked=Abort(tuple(f"cmpl-{number:04}" for number in range(50))))
+    assert drawn(snapshot, 80, 24, many).splitlines()[-1].endswith("… [y/N]")
+
+
+def test_readonly_offers_no_action(snapshot: Snapshot) -> None:
+    for mode in ("list", "help"):
+        text = drawn(snapshot, 120, 30, Ui(readonly=True, mode=mode))
+        assert "abort" not in text
+        assert "flush" not in text
