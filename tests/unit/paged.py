@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmserve.runtime.attention.base import ForwardBatch, PageGeometry
-from llmserve.runtime.attention.select import make_attention
+from llmserve.runtime.attention.reference import ReferenceAttention
 from llmserve.runtime.engine.weights import load_weights
 from llmserve.runtime.models.hub import Checkpoint, resolve
 from llmserve.runtime.models.registry import CausalLM, build_model
@@ -35,7 +35,7 @@ class Paged:
         self.model = model
         config = model.config
         geometry = PageGeometry(model.num_layers, model.num_kv_heads, config.head_dim, PAGE, dtype, torch.device("cpu"))
-        self.attention = make_attention("reference", geometry, count * PAGES_A_SEQUENCE)
+        self.attention = ReferenceAttention(geometry, count * PAGES_A_SEQUENCE)
         self.pages = torch.arange(count * PAGES_A_SEQUENCE, dtype=torch.int32).view(-1, count).T.flip(1).contiguous()
         self.lengths = [0] * count
 
