@@ -180,7 +180,7 @@ class Scheduler:
 
     def _submit(self) -> bool:
         """Plans the next step and hands it to the worker. False when there is nothing to run now."""
-        if self.pause_mode in ("retract", "abort") or len(self._in_flight) >= self._depth or not len(self.table):
+        if self.pause_mode == "retract" or len(self._in_flight) >= self._depth or not len(self.table):
             return False
         began = self.now()
         self.results.congested = self._tokens.congested

@@ -35,12 +35,14 @@ class Policy:
         self._table = table
         self._retract = retract
         self._expected = 0.4
-        """The part of its remaining tokens that a request is thought to generate. Falls; retractions raise it."""
+        """The part of its remaining tokens that a request is thought to generate. Falls step by step;
+        a retraction raises it."""
 
     def schedule(self, now: float, admit: bool) -> list[Share]:
         """The next step, its pages allocated. Takes from the queue only if `admit`; `now` in seconds."""
         shares: list[Share] = []
-        budget, expected = self._chunk, self._expected
+        budget = self._chunk
+        self._expected = max(0.1, self._expected * 0.995)
         for request in tuple(self._table.running):
             if request.lease is None or request.ending is not None:  # retracted just now, or about to end
                 continue
@@ -49,9 +51,6 @@ class Policy:
             if count and self._make_room(request, count):
                 shares.append(Share(request, request.scheduled, count))
                 budget -= 0 if decodes else count
-        if self._expected > expected:  # something was retracted: no place for more
-            return shares
-        self._expected = max(0.1, self._expected * 0.999)
         return shares + self._take_from_queue(now, budget) if admit else shares
 
     def _make_room(self, request: Request, count: int) -> bool:
@@ -62,7 +61,7 @@ class Policy:
             if youngest is request:
                 return False
             self._retract(youngest)
-            self._expected = min(1.0, self._expected + 0.1)
+            self._expected = min(1.0, self._expected + 0.2)
         return True
 
     def _take_from_queue(self, now: float, budget: int) -> list[Share]:
@@ -78,7 +77,7 @@ class Policy:
             if self._cached_soon(request, cached):
                 continue
             needed = self._expected_pages(request) - locked
-            if running and needed > spare:
+            if needed > spare:
                 break
             lease = kv.lease(request.namespace, request.tokens, request.reusable)
             self._table.start(request, lease, lease.num_pages * kv.page_size, now)

@@ -157,3 +157,47 @@ def test_one_that_wants_no_hit_waits_for_nobody() -> None:
     harness.embed("mean", prompt_of(40), pooling="mean")
     harness.turn()
     assert [len(row.token_ids) // 4 for row in harness.worker.plans[0].rows] == [40, 24]
+
+
+def test_one_that_started_earlier_but_came_later_gives_way_first() -> None:
+    harness = Harness(FakeWorker(num_pages=20), schedule_policy="lpm", max_running_requests=2, chunked_prefill_size=32)
+    harness.send("warm", prompt_of(9), params=SHORT)
+    harness.send("runs", prompt_of(5, 1), params=SamplingParams(max_new_tokens=6, ignore_eos=True))
+    harness.turn()
+    harness.send("old", prompt_of(8, 2), params=LONG)
+    harness.send("young", prompt_of(9), params=LONG)
+    while running(harness) != ["old", "young"]:
+        assert harness.turn()
+    old, young = harness.scheduler.table.running
+    assert young.first_run is not None
+    assert old.first_run is not None
+    assert young.first_run < old.first_run
+    harness.run()
+    assert old.retractions == 0
+    assert young.retractions > 0
+
+
+def test_pages_that_are_shared_are_counted_once() -> None:
+    """Eight requests of 30 tokens fit into 80, as 28 of these tokens lie in the same pages."""
+    harness = Harness(FakeWorker(num_pages=20), max_running_requests=8, chunked_prefill_size=64)
+    prompt = prompt_of(28)
+    for i in range(8):
+        harness.send(f"r{i}", [*prompt, i + 1, i + 2], params=SamplingParams(max_new_tokens=2, ignore_eos=True))
+    harness.turn()
+    harness.turn()
+    assert len(running(harness)) == 7  # the first has ended
+    harness.run()
+    assert harness.scheduler.results.counters.retractions == 0
+    harness.check_empty()
+
+
+def test_a_namespace_shares_with_no_other() -> None:
+    harness = Harness(chunked_prefill_size=64)
+    for rid in ("a", "b", "c"):
+        harness.send(rid, prompt_of(20))
+    harness.scheduler._receive()
+    harness.scheduler.table.waiting[1].namespace = "other"
+    harness.turn()
+    assert running(harness) == ["a", "b"]  # "c" waits for what "a" computes
+    harness.run()
+    assert [harness.rows(rid)[-1].cached_tokens for rid in ("a", "b", "c")] == [0, 0, 16]

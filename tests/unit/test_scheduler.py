@@ -320,10 +320,15 @@ def test_a_fault_in_one_requests_own_processing_fails_that_one_only() -> None:
     harness = Harness()
     harness.send("a", prompt_of(5, 1))
     harness.send("b", prompt_of(6, 2), logprobs=LogprobOptions(top=1))
+    harness.send("c", prompt_of(40, 3), logprobs=LogprobOptions(prompt=True))
     harness.turn()
-    next(r for r in harness.scheduler.table if r.rid == "b").new_logprobs.append(None)  # type: ignore[arg-type]
+    by_rid = {request.rid: request for request in harness.scheduler.table}
+    by_rid["b"].new_logprobs.append(None)  # type: ignore[arg-type]
+    by_rid["c"].prompt_logprobs.append(None)  # type: ignore[arg-type]
     harness.run()
-    assert harness.finish("b").type == "error"
+    for rid in ("b", "c"):
+        assert harness.finish(rid).type == "error"
+        assert harness.finish(rid).status == 500
     assert harness.output("a") == harness.expected(prompt_of(5, 1))
     harness.check_empty()
 

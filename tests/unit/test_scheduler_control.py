@@ -134,6 +134,14 @@ def test_a_full_queue_refuses_all_choices_at_once() -> None:
     harness.check_empty()
 
 
+def test_what_can_start_at_once_is_not_queued() -> None:
+    harness = Harness(max_running_requests=3, max_queued_requests=1)
+    for i in range(5):
+        harness.send(f"r{i}", prompt_of(5, i))
+    harness.run()
+    assert [harness.finish(f"r{i}").type for i in range(5)] == ["length"] * 4 + ["error"]
+
+
 def test_the_wait_in_the_queue_has_a_deadline() -> None:
     harness = Harness(max_running_requests=1, queue_timeout=2.0)
     harness.send("runs", prompt_of(5), params=LONG)
