@@ -22,6 +22,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llmserve.runtime.child import CONFIG_EXIT_CODE
+from llmserve.runtime.client import AsyncRpcClient
 from llmserve.runtime.config import ConfigError, Secrets, ServerArgs
 from llmserve.runtime.instance import list_instances
 from llmserve.runtime.launch import LaunchError, LaunchObserver, Stack, in_thread
@@ -85,11 +86,16 @@ async def serve(
                 starting.cancel()
                 return 128 + asked.result()
             await starting
-            http.app = (await app_module).build_app(
-                tokenizer_manager=stack.tokenizer_manager, args=args, secrets=secrets, checkpoint=stack.checkpoint
-            )
-            observer.ready(address_of(args), stack.instance.record.served_model_names[0], stack.facts)
-            return await until_asked(stack, asked, http)
+            with contextlib.closing(AsyncRpcClient(stack.instance.record)) as rpc:
+                http.app = (await app_module).build_app(
+                    tokenizer_manager=stack.tokenizer_manager,
+                    args=args,
+                    secrets=secrets,
+                    checkpoint=stack.checkpoint,
+                    rpc=rpc,
+                )
+                observer.ready(address_of(args), stack.instance.record.served_model_names[0], stack.facts)
+                return await until_asked(stack, asked, http)
         except LaunchError as error:
             log.error("failed reason=%s", error)
             kept = keep_log(log_path, args.name) if log_to_file and error.exit_code != CONFIG_EXIT_CODE else None

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import numpy as np
 
@@ -144,10 +144,3 @@ def logprobs_of(ids: Sequence[int], options: LogprobOptions, first: float) -> Lo
     return Logprobs(
         token_logprobs=values.tobytes(), top=top, top_ids=top_ids.tobytes(), top_logprobs=top_values.tobytes()
     )
-
-
-async def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Polls; raises TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)

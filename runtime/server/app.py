@@ -5,9 +5,20 @@ import importlib.metadata
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
+from llmserve.runtime.client import AsyncRpcClient
 from llmserve.runtime.config import Secrets, ServerArgs
 from llmserve.runtime.models.hub import Checkpoint
-from llmserve.runtime.server import embeddings, errors, models, native, openai_chat, openai_completions, openapi, status
+from llmserve.runtime.server import (
+    admin,
+    embeddings,
+    errors,
+    models,
+    native,
+    openai_chat,
+    openai_completions,
+    openapi,
+    status,
+)
 from llmserve.runtime.server.auth import KeyPolicy
 from llmserve.runtime.server.context import Context
 from llmserve.runtime.server.frontdoor import Frontdoor
@@ -30,14 +41,26 @@ DOCUMENTED = (
     native.Text,
     status.Health,
     status.ServerInfo,
+    admin.FlushCacheBody,
+    admin.AbortBody,
+    admin.UpdateWeightsBody,
+    admin.PauseBody,
+    admin.ContinueBody,
     errors.ErrorAnswer,
 )
 
 
 def build_app(
-    tokenizer_manager: TokenizerManager, args: ServerArgs, secrets: Secrets, checkpoint: Checkpoint
+    tokenizer_manager: TokenizerManager,
+    args: ServerArgs,
+    secrets: Secrets,
+    checkpoint: Checkpoint,
+    rpc: AsyncRpcClient,
 ) -> FastAPI:
-    """The routes over one TokenizerManager. No interactive documentation: its pages load scripts from elsewhere."""
+    """The routes over one TokenizerManager, and the operators' over the scheduler's RPC socket.
+
+    No interactive documentation: its pages load scripts from elsewhere.
+    """
     context = Context(manager=tokenizer_manager, args=args, checkpoint=checkpoint)
     app = FastAPI(
         title="llmserve",
@@ -49,6 +72,7 @@ def build_app(
     )
     for module in (openai_completions, openai_chat, embeddings, models, native, status):
         module.add_routes(app, context)
+    admin.add_routes(app, rpc)
     app.add_middleware(Frontdoor, keys=KeyPolicy(args, secrets))
     openapi.describe(app, DOCUMENTED)
     return app

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ import small_tokenizers
 import uvicorn
 
 from fake_tokenizer_manager import FakeTokenizerManager, Script
+from llmserve.runtime.client import RpcCallError
 from llmserve.runtime.config import Secrets, ServerArgs
+from llmserve.runtime.messages import Message
 from llmserve.runtime.models.configs import ModelConfig
 from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.server.app import build_app
@@ -27,6 +29,27 @@ def make_tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.load(small_tokenizers.save(small_tokenizers.byte_level(), directory))
 
 
+class FakeRpc:
+    """An AsyncRpcClient that gives the test's answer, or raises it, after `delay_s`."""
+
+    def __init__(self) -> None:
+        self.answer: Message | RpcCallError = RpcCallError("unavailable", "the instance is dead")
+        self.calls: list[tuple[Message, float]] = []
+        self.cancelled = False
+        self.delay_s = 0.0
+
+    async def call(self, request: Message, timeout_s: float) -> Message:
+        self.calls.append((request, timeout_s))
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        if isinstance(self.answer, RpcCallError):
+            raise self.answer
+        return self.answer
+
+
 class App:
     """`http` talks to the app; `manager` is the fake behind it."""
 
@@ -34,6 +57,7 @@ class App:
         self, tokenizer: Tokenizer, script: Script | None = None, secrets: Secrets = NO_KEYS, **options: object
     ) -> None:
         self.manager = FakeTokenizerManager(tokenizer, script)
+        self.rpc = FakeRpc()
         config = ModelConfig(
             **{"architecture": "LlamaForCausalLM", "model_type": "llama", "implementation": "decoder"},
             **{"vocab_size": tokenizer.vocab_size, "hidden_size": 8, "num_layers": 1, "num_heads": 1},
@@ -48,6 +72,7 @@ class App:
             args=ServerArgs(model="/m/tiny", **options),  # type: ignore[arg-type]
             secrets=secrets,
             checkpoint=checkpoint,
+            rpc=self.rpc,  # type: ignore[arg-type]
         )
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.asgi), base_url="http://llmserve")
 
@@ -92,3 +117,22 @@ async def serving(app: App) -> AsyncIterator[tuple[str, int]]:
         finally:
             server.should_exit = server.force_exit = True
             await task
+
+
+async def ask(address: tuple[str, int], path: str, body: dict[str, object]) -> asyncio.StreamWriter:
+    """Sends a request over a connection of its own, which the caller closes."""
+    request = httpx.Request("POST", f"http://{address[0]}{path}", json=body)
+    reader, writer = await asyncio.open_connection(*address)
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in request.headers.items())]
+    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + request.content)
+    await writer.drain()
+    if body.get("stream"):
+        await reader.readuntil(b"Hello")
+    return writer
+
+
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Polls; raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from http_app import App, make_tokenizer, serving
+from http_app import App, ask, make_tokenizer, serving, wait_until
 
-from fake_tokenizer_manager import Script, wait_until
+from fake_tokenizer_manager import Script
 from llmserve.runtime.config import Secrets
 from llmserve.runtime.server.auth import ADMIN_PATHS
 from llmserve.runtime.server.frontdoor import MAX_BODY_BYTES
@@ -193,18 +193,6 @@ async def test_a_wrong_method_is_a_405_in_openais_shape(app: App) -> None:
 
 
 # ---- clients that leave ----------------------------------------------------------------------------------------------
-
-
-async def ask(address: tuple[str, int], path: str, body: dict[str, object]) -> asyncio.StreamWriter:
-    """Sends a request over a connection of its own, which the caller closes."""
-    request = httpx.Request("POST", f"http://{address[0]}{path}", json=body)
-    reader, writer = await asyncio.open_connection(*address)
-    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in request.headers.items())]
-    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + request.content)
-    await writer.drain()
-    if body.get("stream"):
-        await reader.readuntil(b"Hello")
-    return writer
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,123 @@
+"""The operators' routes: the scheduler's own verbs over its RPC socket, as the command line uses them.
+
+They ask for the admin key (auth.py). Answers and refusals are the scheduler's; a caller who leaves cancels the call.
+"""
+
+from typing import Literal, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from llmserve.runtime.client import AsyncRpcClient, RpcCallError
+from llmserve.runtime.messages import (
+    AbortReqInput,
+    ContinueGenerationReqInput,
+    ControlRequest,
+    ErrorCode,
+    FlushCacheReqInput,
+    GetLoadReqInput,
+    Message,
+    PauseGenerationReqInput,
+    UpdateWeightReqInput,
+)
+from llmserve.runtime.server.body import json_response, read_json
+from llmserve.runtime.server.openapi import operation
+from llmserve.runtime.tokenizer_manager import RequestError
+
+AnswerT = TypeVar("AnswerT", bound=Message)
+
+TIMEOUT_S = 10.0
+LONG_TIMEOUT_S = 3600.0
+"""For what waits for requests or reads a checkpoint: as long as the caller does."""
+
+STATUSES: dict[ErrorCode, int] = {
+    "busy": 409,
+    "not_found": 404,
+    "invalid": 400,
+    "denied": 403,
+    "timeout": 504,
+    "protocol": 502,
+    "failed": 500,
+    "unavailable": 503,
+}
+
+
+class FlushCacheBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    wait_s: float = 0.0
+    abort: bool = False
+
+
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`rid` names one request or several exactly; the other fields choose in bulk."""
+
+    rid: str | list[str] = []
+    prefix: str = ""
+    older_than_s: float | None = None
+    abort_all: bool = False
+
+
+class UpdateWeightsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model_path: str
+    load_format: Literal["auto", "safetensors", "gguf"] = "auto"
+    mode: Literal["drain", "retract", "abort"] = "retract"
+    dry_run: bool = False
+
+
+class PauseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    mode: Literal["drain", "retract", "abort"] = "drain"
+
+
+class ContinueBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+def add_routes(app: FastAPI, rpc: AsyncRpcClient) -> None:
+    async def call(request: ControlRequest[AnswerT], timeout_s: float = TIMEOUT_S) -> Response:
+        try:
+            answer = await rpc.call(request, timeout_s=timeout_s)
+        except RpcCallError as error:
+            raise RequestError(STATUSES[error.code], error.message, code=error.code) from None
+        return json_response(msgspec.structs.asdict(answer))
+
+    @app.post("/flush_cache", openapi_extra=operation(FlushCacheBody))
+    async def flush_cache(request: Request) -> Response:
+        """Empties the prefix cache. 409 with the counts while requests run, unless told to wait or to abort them."""
+        body = await read_json(request, FlushCacheBody)
+        return await call(FlushCacheReqInput(wait_s=body.wait_s, abort=body.abort), body.wait_s + TIMEOUT_S)
+
+    @app.post("/abort_request", openapi_extra=operation(AbortBody))
+    async def abort_request(request: Request) -> Response:
+        """Ends requests and says which were found, after their memory is back."""
+        body = await read_json(request, AbortBody)
+        return await call(
+            AbortReqInput(
+                rids=(body.rid,) if isinstance(body.rid, str) else tuple(body.rid),
+                prefix=body.prefix,
+                older_than_s=body.older_than_s,
+                everything=body.abort_all,
+            )
+        )
+
+    @app.post("/update_weights_from_disk", openapi_extra=operation(UpdateWeightsBody))
+    async def update_weights_from_disk(request: Request) -> Response:
+        """Swaps the weights for those of another checkpoint of the same model, or leaves them as they are."""
+        body = await read_json(request, UpdateWeightsBody)
+        return await call(UpdateWeightReqInput(**msgspec.structs.asdict(body)), LONG_TIMEOUT_S)
+
+    @app.post("/pause_generation", openapi_extra=operation(PauseBody))
+    async def pause_generation(request: Request) -> Response:
+        """Stops the model's steps until /continue_generation."""
+        body = await read_json(request, PauseBody)
+        return await call(PauseGenerationReqInput(mode=body.mode), LONG_TIMEOUT_S)
+
+    @app.post("/continue_generation", openapi_extra=operation(ContinueBody))
+    async def continue_generation(request: Request) -> Response:
+        """Ends a pause."""
+        await read_json(request, ContinueBody)
+        return await call(ContinueGenerationReqInput())
+
+    @app.get("/get_load")
+    async def get_load() -> Response:
+        """How much runs and waits, and how much of the KV pool is in use."""
+        return await call(GetLoadReqInput())
