@@ -10,6 +10,7 @@ TEXT = [
     "Grüße aus Köln, naïve café: 日本語のテキスト 😀😀 👩‍👩‍👧 Привет мир",
     "def f(x):\n    return x + 1\n\n\tend  two  spaces",
 ]
+CHATS = ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "not a <|im_end| token, <|endoftext|> is one"]
 CHATML = (
     "{% for message in messages %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"

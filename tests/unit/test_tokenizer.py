@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmserve.runtime.config import ConfigError
+from llmserve.runtime.models import hub
 from llmserve.runtime.tokenizer import ChatTemplateError, IncrementalDecoder, Tokenizer
 
 BACKENDS = {
@@ -292,3 +293,50 @@ def test_a_model_without_a_template_says_so() -> None:
     assert not BYTE_LEVEL.has_chat_template
     with pytest.raises(ChatTemplateError, match="no chat template"):
         BYTE_LEVEL.apply_chat_template(CHAT)
+
+
+# ---- the default model ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def default_tokenizer() -> Tokenizer:
+    return Tokenizer.load(hub.resolve(hub.default_model()).tokenizer_dir)
+
+
+@pytest.fixture(scope="module")
+def default_reference() -> Any:
+    """transformers' own reading of the GGUF file."""
+    from transformers import AutoTokenizer
+
+    path = Path(hub.default_model())
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+@pytest.mark.parametrize("text", [*small_tokenizers.TEXT, *small_tokenizers.CHATS, "", " ", "\r\n\x00\x1b[31m"])
+def test_the_default_model_encodes_as_in_transformers(
+    text: str, default_tokenizer: Tokenizer, default_reference: Any
+) -> None:
+    assert default_tokenizer.encode(text) == default_reference(text)["input_ids"]
+    assert default_tokenizer.decode(default_tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("chat", [CHAT, CHAT[1:], CHAT[1:2], CHAT[:3]])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_the_default_models_template_renders_as_in_transformers(
+    chat: list[dict[str, Any]], prompt: bool, default_tokenizer: Tokenizer, default_reference: Any
+) -> None:
+    rendered = default_tokenizer.apply_chat_template(chat, add_generation_prompt=prompt)
+    assert rendered == default_reference.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 49_151), max_size=60),
+    cuts=st.lists(st.integers(0, 5), max_size=30),
+    skip=st.booleans(),
+)
+def test_the_default_models_tokens_stream_as_they_decode(
+    ids: list[int], cuts: list[int], skip: bool, default_tokenizer: Tokenizer, default_reference: Any
+) -> None:
+    texts = stream(IncrementalDecoder(default_tokenizer, skip), cut(ids, cuts))
+    assert "".join(texts) == default_reference.decode(ids, skip_special_tokens=skip)
