@@ -32,6 +32,7 @@ from llmserve.runtime.messages import (
     GetLoadReqInput,
     GetStatusReqInput,
     PauseGenerationReqInput,
+    PingReqInput,
 )
 
 API_KEY, ADMIN_KEY = "user-key-1f3a", "admin-key-9c2d"
@@ -230,3 +231,56 @@ def test_gauges_reach_zero_promptly(http: httpx.Client, rpc: RpcClient) -> None:
         assert gauge("kv_tokens_used") > 0
     wait_until(lambda: gauge("num_requests_running") == 0 and gauge("kv_tokens_used") == 0, 1, "zero")
     assert gauge("num_requests_waiting") == 0
+
+
+# ---- the operators' routes -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def admin(instance: RunningInstance) -> Iterator[httpx.Client]:
+    with instance.client(headers={"Authorization": f"Bearer {ADMIN_KEY}"}) as client:
+        yield client
+
+
+def test_a_flush_empties_the_cache_and_refuses_while_requests_run(
+    http: httpx.Client, rpc: RpcClient, admin: httpx.Client
+) -> None:
+    def cached() -> int:
+        usage = complete(http, prompt=[300 + n % 5 for n in range(100)]).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    with running(http, rpc):
+        busy = admin.post("/flush_cache", json={})
+        assert busy.status_code == 409
+        assert "1" in busy.json()["error"]["message"]
+    assert admin.post("/flush_cache", json={}).json()["pages_freed"] > 0
+    assert cached() == 0
+
+
+def test_an_abort_over_http_says_what_it_found(http: httpx.Client, rpc: RpcClient, admin: httpx.Client) -> None:
+    with running(http, rpc, rid="runaway"):
+        answer = admin.post("/abort_request", json={"rid": ["runaway", "runawa"]}).json()
+        assert answer == {"aborted": ["runaway"], "not_found": ["runawa"]}
+        assert admin.get("/get_load").json()["running"] == 0
+
+
+def test_a_pause_over_http_holds_requests_until_it_ends(
+    http: httpx.Client, rpc: RpcClient, admin: httpx.Client
+) -> None:
+    with running(http, rpc):
+        assert admin.post("/pause_generation", json={"mode": "retract"}).json() == {"retracted": 1, "aborted": 0}
+        step = rpc.call(PingReqInput()).step
+        time.sleep(0.2)
+        assert rpc.call(PingReqInput()).step == step
+        assert admin.post("/continue_generation", json={}).status_code == 200
+        wait_until(lambda: rpc.call(PingReqInput()).step > step + 3, 5, "steps")
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(http: httpx.Client, admin: httpx.Client) -> None:
+    before = complete(http, temperature=0).json()["choices"][0]["text"]
+    missing = admin.post("/update_weights_from_disk", json={"model_path": "/nowhere/at/all"})
+    assert missing.status_code in (400, 500)
+    assert "/nowhere/at/all" in missing.json()["error"]["message"]
+    assert complete(http, temperature=0).json()["choices"][0]["text"] == before
