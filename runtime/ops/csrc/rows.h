@@ -37,13 +37,12 @@ void rotate(T* head, const float* cos_sin, int64_t half) {
 enum class Activation : int { silu = 0, gelu_tanh = 1 };
 
 inline __m512 activate(__m512 x, Activation activation) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    if (activation == Activation::silu) {
-        return _mm512_div_ps(x, _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+    __m512 y = x;
+    if (activation == Activation::gelu_tanh) {  // 0.5 x (1 + tanh(y / 2)) is x sigmoid(y), which loses nothing for x << 0
+        const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+        y = _mm512_mul_ps(_mm512_set1_ps(1.5957691216057308f), _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cube, x));
     }
-    const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-    const __m512 inner = _mm512_mul_ps(_mm512_set1_ps(0.7978845608028654f), _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cube, x));
-    return _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.5f), x), _mm512_add_ps(one, tanh(inner)));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp(_mm512_sub_ps(_mm512_setzero_ps(), y))));
 }
 
 // to[i] = activation(gate_up[i]) * gate_up[size + i].
