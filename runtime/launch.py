@@ -133,7 +133,7 @@ class Stack:
         await self._front.start()
         await detokenizer.ready
         self.facts = (await scheduler.ready).facts
-        self._front.ready(max_model_len=int(self.facts["max_model_len"]))
+        self._front.ready(int(self.facts["max_model_len"]), detokenizer.pid)
         self.tokenizer_manager = self._front
         self._watchdog = asyncio.create_task(self._watch(scheduler))
         self.instance.update(state="ready")

@@ -6,6 +6,7 @@ abandoned request are never taken for those of a new one with its rid.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -91,6 +92,7 @@ class TokenizerManager:
         self._pull: Pull | None = None
         self._metrics_pull: Pull | None = None
         self._push: Push | None = None
+        self._processes = {"main": psutil.Process()}
         self._watchers = Watchers(Path(ports.metrics_ipc_name.removeprefix("ipc://")).parent)
 
     # ---- life ------------------------------------------------------------------------------------------------------
@@ -105,8 +107,13 @@ class TokenizerManager:
             asyncio.create_task(self._listen_to_metrics(self._metrics_pull)),
         ]
 
-    def ready(self, max_model_len: int) -> None:
-        """The scheduler serves. Prompt and output share `max_model_len` tokens, perhaps fewer than the model could."""
+    def ready(self, max_model_len: int, detokenizer_pid: int | None = None) -> None:
+        """The scheduler serves. Prompt and output share `max_model_len` tokens, perhaps fewer than the model could.
+
+        The detokenizer, which has no metrics of its own, is shown among those of the front.
+        """
+        if detokenizer_pid is not None:
+            self._processes["detokenizer"] = psutil.Process(detokenizer_pid)
         self.limits = self.limits._replace(max_model_len=max_model_len)
         self._heard = self._moved = time.monotonic()
         self.state = "ready"
@@ -206,9 +213,21 @@ class TokenizerManager:
 
     def http_metrics(self) -> HttpMetrics:
         """The front's numbers of this moment."""
-        process = psutil.Process()
-        main = ProcessInfo(role="main", pid=process.pid, rss_bytes=process.memory_info().rss)
-        return self.metrics.snapshot((main,))
+        processes = []
+        for role, process in self._processes.items():
+            with contextlib.suppress(psutil.Error):  # it has just died; the supervisor sees to that
+                rss_bytes, cpu_percent = process.memory_info().rss, process.cpu_percent()
+                dropped = self._watchers.dropped if role == "main" else 0
+                processes.append(
+                    ProcessInfo(
+                        role=role,
+                        pid=process.pid,
+                        rss_bytes=rss_bytes,
+                        cpu_percent=cpu_percent,
+                        dropped_messages=dropped,
+                    )
+                )
+        return self.metrics.snapshot(tuple(processes))
 
     async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> tuple[tuple[int, ...], ...]:
         """The token ids of texts. Raises RequestError 400 for one that could never fit the model."""

@@ -1,6 +1,7 @@
 """The TokenizerManager against a scheduler and a detokenizer that the test plays, over real sockets."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -530,3 +531,32 @@ async def test_a_watcher_gets_the_fronts_metrics_too(
     assert isinstance(pushed, HttpMetrics)
     assert [process.role for process in pushed.processes] == ["main"]
     watcher.close()
+
+
+async def test_a_watcher_gets_the_fronts_metrics_while_its_lease_runs(
+    manager: TokenizerManager, stack: FakeStack, tmp_path: Path
+) -> None:
+    manager.ready(MAX_MODEL_LEN, detokenizer_pid=os.getpid())
+    watcher = Pull(ipc_address(tmp_path / "watch-me"), HttpMetrics)
+    stack.text.send(SubscribeMetricsReqInput(endpoint="watch-me", lease_s=0.3))
+    await asyncio.sleep(0.05)
+    await seen(manager, stack, metrics(time=1.0))
+    message: Any = await asyncio.wait_for(watcher.arecv(), 5)
+    assert message.outcomes["stop"] == 0
+    assert [process.role for process in message.processes] == ["main", "detokenizer"]
+    await asyncio.sleep(0.3)
+    await seen(manager, stack, metrics(time=2.0))
+    await asyncio.sleep(0.05)
+    assert watcher.recv() is None
+    watcher.close()
+
+
+async def test_a_watcher_outside_the_directory_is_refused(
+    manager: TokenizerManager, stack: FakeStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack.text.send(SubscribeMetricsReqInput(endpoint="../elsewhere", lease_s=5))
+    running = started(manager, request())
+    await stack.receive()
+    stack.send(row("r", "fine", finish=LENGTH))
+    assert (await running)[-1].text == "fine"
+    assert "no metrics for watcher" in caplog.text
