@@ -1,5 +1,6 @@
 """`llmserve abort`: ends requests by name or in bulk; answers after their memory is back."""
 
+import re
 from typing import Annotated
 
 import typer
@@ -16,9 +17,11 @@ from llmserve.cli.common import (
     console_of,
 )
 
+SAFE_RID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
+
 
 def complete_rid(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Shell completion of the rids that run or wait; nothing where there is no instance to ask."""
+    """Shell completion of the rids that run or wait, but for those in which a shell might see more than a name."""
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.client import RpcCallError
     from llmserve.runtime.instance import InstanceError
@@ -30,7 +33,7 @@ def complete_rid(ctx: typer.Context, incomplete: str) -> list[str]:
     except (InstanceError, RpcCallError):
         return []
     rids = dict.fromkeys(info.rid for answer in answers for info in answer.requests)
-    return [rid for rid in rids if rid.startswith(incomplete)]
+    return [rid for rid in rids if rid.startswith(incomplete) and SAFE_RID.fullmatch(rid)]
 
 
 def parse_age(text: str) -> float:
@@ -44,7 +47,7 @@ def abort(
     ctx: typer.Context,
     rids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RID...", help="The requests to end, by exact rid.", autocompletion=complete_rid),
+        typer.Argument(metavar="RID", help="The requests to end, by exact rid.", autocompletion=complete_rid),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="End every request.")] = False,
     older_than: Annotated[

@@ -141,4 +141,5 @@ COMMANDS: dict[str, Entry] = {
         "Continue a prompt.",
         ("llmserve generate 'Once upon a time' --max-tokens 50", "llmserve generate - < prompt.txt > story.txt"),
     ),
+    "generate-docs": Entry("manual", "generate_docs", USE, "Write the man pages and completions.", hidden=True),
 }

@@ -27,7 +27,7 @@ def launch(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="A directory of safetensors, a .gguf file, or a hub id. Without it: the default model.",
             envvar="LLMSERVE_MODEL",
             show_envvar=False,

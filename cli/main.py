@@ -17,7 +17,7 @@ from llmserve.cli.commands import COMMANDS
 from llmserve.cli.common import console_of, exit_code_of
 from llmserve.cli.console import Console
 
-CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
+CONTEXT_SETTINGS = {"help_option_names": ["--help", "-h"]}
 
 
 class LazyGroup(TyperGroup):
