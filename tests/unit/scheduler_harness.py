@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fake_worker import FakeWorker, alone
 
 from llmserve.runtime.config import ServerArgs
-from llmserve.runtime.engine.batch import SampleSpec, int32_array, int32_bytes
+from llmserve.runtime.engine.batch import SampleSpec, Worker, int32_array, int32_bytes
 from llmserve.runtime.messages import (
     BatchEmbeddingOutput,
     BatchTokenIDOutput,
@@ -68,7 +68,7 @@ class LetterDecoder:
 class Harness:
     """A scheduler, its clock, and everything that it has said."""
 
-    def __init__(self, worker: FakeWorker | None = None, depth: int = 1, **options: object) -> None:
+    def __init__(self, worker: Worker | None = None, depth: int = 1, **options: object) -> None:
         self.worker = worker or FakeWorker()
         self.clock = 0.0
         self.inbox, self.outbox, self.embeddings = Inbox(), Outbox(), Outbox()
