@@ -1,6 +1,5 @@
 """The default model through the whole stack says what transformers says, alone and in a batch."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,23 +13,18 @@ NEW_TOKENS = 12
 PROMPTS = list(reference.PROMPTS)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def in_runtime_root(runtime_root: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime_root))
+        yield
+
+
 @pytest.fixture(scope="module")
-def engine(runtime_root: Path) -> Iterator[Engine]:
+def engine() -> Iterator[Engine]:
     """The default model in fp32, without a prefix cache, so that every prompt is computed."""
-    yield from _engine(runtime_root, "float32")
-
-
-def _engine(root: Path, dtype: str) -> Iterator[Engine]:
-    before = os.environ.get("XDG_RUNTIME_DIR")
-    os.environ["XDG_RUNTIME_DIR"] = str(root)
-    try:
-        with Engine(dtype=dtype, max_total_tokens=32768, prefix_cache=False) as engine:
-            yield engine
-    finally:
-        if before is None:
-            del os.environ["XDG_RUNTIME_DIR"]
-        else:
-            os.environ["XDG_RUNTIME_DIR"] = before
+    with Engine(dtype="float32", max_total_tokens=32768, prefix_cache=False) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +55,24 @@ def test_greedy_alone_is_greedy_in_a_batch(engine: Engine, batched: list[Generat
     assert [each.output_ids for each in alone] == [each.output_ids for each in batched]
 
 
+def test_greedy_survives_chunks_prefix_hits_and_retraction(batched: list[Generation]) -> None:
+    """64 at once, in a pool that holds a few of them, their prompts in chunks; twice, so that prefixes are found."""
+    prompts = [*PROMPTS, *PROMPTS[:24]]
+    expected = [each.output_ids for each in [*batched, *batched[:24]]]
+    with Engine(dtype="float32", max_total_tokens=640, chunked_prefill_size=48, page_size=8) as engine:
+        cold, warm = (engine.generate(prompts, temperature=0.0, max_new_tokens=NEW_TOKENS) for _ in range(2))
+        longest = engine.generate(PROMPTS[-1], temperature=0.0, max_new_tokens=NEW_TOKENS)
+        again = engine.generate(PROMPTS[-1], temperature=0.0, max_new_tokens=NEW_TOKENS)
+        metrics = engine._running().tokenizer_manager.scheduler_metrics
+    assert [each.output_ids for each in cold] == expected
+    assert [each.output_ids for each in warm] == expected
+    assert longest.output_ids == again.output_ids == batched[-1].output_ids
+    assert again.cached_tokens >= again.prompt_tokens - 8
+    assert metrics is not None
+    assert metrics.retractions_total > 0
+    assert metrics.evicted_tokens_total > 0
+
+
 @pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[7], PROMPTS[36]])
 def test_greedy_is_what_transformers_generates(engine: Engine, prompt: str) -> None:
     ids = engine.tokenizer.encode(prompt)
@@ -82,10 +94,11 @@ def test_another_seed_gives_other_text(engine: Engine) -> None:
 
 
 def test_share_of_prompts_that_differ_in_bf16(
-    runtime_root: Path, batched: list[Generation], record_property: Callable[[str, object], None]
+    batched: list[Generation], record_property: Callable[[str, object], None]
 ) -> None:
     """bf16 rounds, so some greedy choices change; how many is reported, and most must not."""
-    (rounded,) = [greedy(engine) for engine in _engine(runtime_root, "bfloat16")]
+    with Engine(dtype="bfloat16", max_total_tokens=32768) as engine:
+        rounded = greedy(engine)
     differ = sum(a.output_ids != b.output_ids for a, b in zip(rounded, batched, strict=True))
     share = differ / len(PROMPTS)
     record_property("bf16_share_of_prompts_that_differ", share)
