@@ -345,6 +345,7 @@ class TokenizerManager:
     async def _receive(self, pull: Pull) -> None:
         while True:
             message = await pull.arecv()
+            await asyncio.sleep(0)  # arecv does not give way while there are messages, and consumers must run too
             if isinstance(message, BatchStrOutput | BatchEmbeddingOutput):
                 self._deliver(message)
             elif isinstance(message, SubscribeMetricsReqInput):
