@@ -1,0 +1,284 @@
+"""The commands against a real instance, each run as a user runs it: a process with a terminal or a pipe."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pexpect
+import psutil
+import pytest
+
+from instances import LLMSERVE, RunningInstance, environment_for, launched, run_cli, wait_until
+
+PATIENCE_S = 30.0
+LONG = 14_000
+"""Tokens of a request that is still running when a test looks at it."""
+
+
+@pytest.fixture(scope="module")
+def op(runtime_root: Path, long_model: Path) -> Iterator[RunningInstance]:
+    with launched(runtime_root, "op", str(long_model), "--max-total-tokens", "32768") as instance:
+        yield instance
+
+
+@pytest.fixture
+def cli(op: RunningInstance) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a command on the instance `op`."""
+    return lambda *arguments, **more: run_cli(op.root, *arguments, LLMSERVE_INSTANCE="op", **more)
+
+
+@pytest.fixture
+def running(op: RunningInstance) -> Iterator[Callable[[str], "Client"]]:
+    """Starts a long request by its rid; all are ended after the test."""
+    clients = []
+
+    def start(rid: str, tokens: int = LONG) -> Client:
+        clients.append(Client(op, rid, tokens))
+        wait_until(lambda: rid in rids(op), PATIENCE_S, f"{rid} is under way")
+        return clients[-1]
+
+    yield start
+    run_cli(op.root, "abort", "--all", "--yes", "-i", "op")
+    for client in clients:
+        client.join()
+
+
+class Client(threading.Thread):
+    """A client that waits for one long answer."""
+
+    def __init__(self, instance: RunningInstance, rid: str, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._instance = instance
+        params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        self._body = {"rid": rid, "text": "Once upon a time", "sampling_params": params}
+        self.answer: httpx.Response | None = None
+        self.start()
+
+    def run(self) -> None:
+        with self._instance.client(timeout=60.0) as client:
+            self.answer = client.post("/generate", json=self._body)
+
+
+def rids(op: RunningInstance) -> list[str]:
+    listed = run_cli(op.root, "requests", "-i", "op", "--json")
+    return [request["rid"] for request in json.loads(listed.stdout)]
+
+
+# ---- looking -------------------------------------------------------------------------------------------------------
+
+
+def test_ping_status_and_ps_agree(op: RunningInstance, cli: Any) -> None:
+    assert re.fullmatch(r"PONG \d+\.\d\d ms \(ready, step \d+\)\n", cli("ping").stdout)
+    status = json.loads(cli("status", "--json").stdout)
+    (replica,) = status["replicas"]
+    assert status["instance"]["pid"] == op.process.pid
+    assert replica["kv_tokens_total"] == 32768
+    assert {process["role"] for process in replica["processes"]} == {"main", "scheduler", "detokenizer"}
+    assert all(psutil.pid_exists(process["pid"]) for process in replica["processes"])
+    listed = json.loads(run_cli(op.root, "ps", "--json").stdout)
+    (line,) = [line for line in listed if line["name"] == "op"]
+    assert (line["pid"], line["state"], line["running"]) == (op.process.pid, "ready", 0)
+
+
+def test_requests_shows_what_runs(cli: Any, running: Any) -> None:
+    running("seen-1")
+    (request,) = json.loads(cli("requests", "--json", "--show-text").stdout)
+    assert (request["rid"], request["state"], request["max_new_tokens"]) == ("seen-1", "decode", LONG)
+    assert request["text"] == "Once upon a time"
+    assert request["output_tokens"] > 0
+    assert "seen-1" in cli("requests").stdout
+
+
+def test_top_once_sees_the_load(cli: Any, running: Any) -> None:
+    running("busy")
+    data = json.loads(cli("top", "--once", "--json").stdout)
+    assert data["state"] == "ready"
+    assert data["load"]["running"] == 1
+    assert data["load"]["decode_tokens_per_s"] > 0
+    assert [request["rid"] for request in data["requests"]] == ["busy"]
+    assert {process["role"] for process in data["processes"]} >= {"main", "scheduler"}
+
+
+def test_top_aborts_from_the_screen(op: RunningInstance, running: Any) -> None:
+    client = running("runaway")
+    env = environment_for(op.root, TERM="xterm-256color", LANG="C.UTF-8")
+    screen = pexpect.spawn(LLMSERVE, ["top", "-i", "op"], env=env, dimensions=(24, 80), encoding="utf-8", timeout=15)
+    try:
+        screen.expect("▸ runaway")
+        screen.send("a")
+        screen.expect("abort 1 request: .*runaway")
+        screen.send("y")
+        screen.expect("aborted 1 request")
+        client.join(PATIENCE_S)
+        assert client.answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
+        screen.send("q")
+        screen.expect(pexpect.EOF)
+    finally:
+        screen.close(force=True)
+
+
+# ---- acting --------------------------------------------------------------------------------------------------------
+
+
+def test_abort_by_rid(cli: Any, running: Any) -> None:
+    client = running("one")
+    running("one0")  # a rid matches exactly
+    done = cli("abort", "one", "unknown")
+    assert (done.returncode, done.stdout.split()) == (3, ["ABORTED", "one", "NOT", "FOUND", "unknown"])
+    client.join(PATIENCE_S)
+    assert client.answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert cli("abort", "one").returncode == 3
+    assert json.loads(cli("requests", "--json").stdout)[0]["rid"] == "one0"
+
+
+def test_abort_in_bulk(cli: Any, running: Any) -> None:
+    for rid in ("batch-1", "batch-2", "other"):
+        running(rid)
+    assert cli("abort", "--prefix", "batch-").returncode == 2  # off a terminal it needs --yes
+    assert cli("abort", "--prefix", "batch-", "--yes", "--json").returncode == 0
+    assert [request["rid"] for request in json.loads(cli("requests", "--json").stdout)] == ["other"]
+    assert cli("abort", "--older-than", "1h", "--yes").stdout == "no request to abort\n"
+    assert cli("abort", "--all", "--yes").stdout.split() == ["ABORTED", "other"]
+
+
+def test_flush_is_refused_while_busy_and_reports_what_it_freed(cli: Any, running: Any) -> None:
+    client = running("busy")
+    refused = cli("flush-cache")
+    assert refused.returncode == 75
+    assert "1" in refused.stderr
+    cli("abort", "busy")
+    client.join(PATIENCE_S)
+    pages = json.loads(cli("flush-cache", "--json").stdout)["pages_freed"]
+    assert pages > 0
+    assert cli("flush-cache").stdout == "flushed 0 pages (0 B)\n"
+
+
+def test_pause_stops_the_tokens_and_resume_goes_on(cli: Any, running: Any) -> None:
+    client = running("held")
+
+    def tokens() -> int:
+        return int(json.loads(cli("requests", "--json").stdout)[0]["output_tokens"])
+
+    assert cli("pause", "--mode", "retract").stdout == "paused, 1 retracted\n"
+    assert cli("ping").stdout.strip().endswith(")")
+    assert "paused" in cli("ping").stdout
+    before = tokens()
+    time.sleep(0.3)
+    assert tokens() == before
+    assert cli("resume").returncode == 0
+    wait_until(lambda: tokens() > before, PATIENCE_S, "it goes on")
+    assert client.answer is None
+
+
+def test_update_weights(op: RunningInstance, cli: Any, long_model: Path, tmp_path: Path) -> None:
+    """To the same weights: the version counts, the text stays. Something else is refused with the differences."""
+    copy = tmp_path / "copy"
+    shutil.copytree(long_model, copy)
+    prompt = ("generate", "Once upon a time", "--max-tokens", "8", "-t", "0")
+    before = cli(*prompt).stdout
+    version = json.loads(cli("status", "--json").stdout)["replicas"][0]["weight_version"]
+    assert "would be accepted" in cli("update-weights", str(copy), "--dry-run").stdout
+    done = cli("update-weights", str(copy))
+    assert done.returncode == 0, done.stderr
+    assert f"weights {version} -> {version + 1}: " in done.stdout
+    assert cli(*prompt).stdout == before
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] * 2}))
+    refused = cli("update-weights", str(copy))
+    assert refused.returncode != 0
+    assert cli(*prompt).stdout == before
+
+
+# ---- using ---------------------------------------------------------------------------------------------------------
+
+
+def test_generate_and_chat_in_pipes(op: RunningInstance, cli: Any) -> None:
+    once = cli("generate", "Once upon a time", "--max-tokens", "8", "-t", "0", "--json")
+    data = json.loads(once.stdout)
+    assert (data["finish_reason"], data["usage"]["completion_tokens"]) == ("length", 8)
+    again = subprocess.run(
+        [LLMSERVE, "generate", "-", "--max-tokens", "8", "-t", "0", "-i", "op"],
+        input="Once upon a time",
+        env=environment_for(op.root),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert again.stdout.rstrip("\n") == data["text"].rstrip("\n")
+    assert cli("chat", "Hello", "--system", "Be brief.", "--max-tokens", "4").returncode == 0
+
+
+def test_ctrl_c_aborts_the_request_in_the_server(op: RunningInstance) -> None:
+    command = [LLMSERVE, "generate", "Once upon a time", "--max-tokens", str(LONG), "-t", "0", "-i", "op"]
+    process = subprocess.Popen(command, env=environment_for(op.root), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    process.stdout.read(1)
+    assert len(rids(op)) == 1
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE_S) == 130
+    process.stdout.close()
+    wait_until(lambda: not rids(op), PATIENCE_S, "the request is gone")
+
+
+# ---- whole lives ---------------------------------------------------------------------------------------------------
+
+
+def test_a_detached_instance_is_configured_logged_restarted_and_stopped(own_root: Path, tiny_model: Path) -> None:
+    file = own_root / "config.toml"
+    file.write_text(f'model = "{tiny_model}"\nname = "filed"\nport = 0\nmax-total-tokens = 4096\n')
+    key = {"LLMSERVE_API_KEY": "a-key"}
+    started = run_cli(own_root, "launch", "--config", str(file), "--detach", **key)
+    assert started.returncode == 0, started.stderr
+    try:
+        url = started.stdout.strip()
+        first = json.loads(run_cli(own_root, "status", "--json").stdout)
+        assert first["instance"]["name"] == "filed"
+        assert first["replicas"][0]["kv_tokens_total"] == 4096
+        assert "ready" in run_cli(own_root, "logs").stdout
+        checks = {f["check"]: f for f in json.loads(run_cli(own_root, "doctor", "--json").stdout)}
+        assert checks["pool"]["status"] == "ok"
+        assert checks["stale"]["status"] == "ok"
+
+        restarted = run_cli(own_root, "restart")
+        assert restarted.returncode == 0, restarted.stderr
+        assert restarted.stdout.strip() == url
+        second = json.loads(run_cli(own_root, "status", "--json").stdout)
+        assert second["instance"]["pid"] != first["instance"]["pid"]
+        assert second["replicas"][0]["kv_tokens_total"] == 4096
+        assert httpx.get(f"{url}/v1/models").status_code == 401  # it still has its key
+        assert httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer a-key"}).status_code == 200
+    finally:
+        stopped = run_cli(own_root, "stop", "--now")
+    assert stopped.returncode == 0
+    assert run_cli(own_root, "ps", "--json").stdout.strip() == "[]"
+
+
+def test_drain_refuses_new_requests_and_waits_for_the_others(own_root: Path, tiny_model: Path) -> None:
+    with launched(own_root, "drained", str(tiny_model)) as instance:
+        client = Client(instance, "last", 100)
+        client.join(PATIENCE_S)
+        assert run_cli(own_root, "drain").stdout == "drained\n"
+        refused = run_cli(own_root, "generate", "x", "--max-tokens", "1")
+        assert refused.returncode == 69
+        assert refused.stderr
+        assert "draining" in run_cli(own_root, "ping").stdout
+
+
+def test_a_killed_instance_is_found_and_swept(own_root: Path, tiny_model: Path) -> None:
+    with launched(own_root, "killed", str(tiny_model)) as instance:
+        os.kill(instance.process.pid, signal.SIGKILL)
+        instance.process.wait()
+        assert run_cli(own_root, "ping", "-i", "killed").returncode == 69
+        found = json.loads(run_cli(own_root, "doctor", "--json").stdout)
+        assert [f["status"] for f in found if f["check"] == "stale"] == ["warning"]
+        run_cli(own_root, "doctor", "--fix")
+        assert not instance.directory.exists()
