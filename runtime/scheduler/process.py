@@ -1,9 +1,15 @@
 """The scheduler process: it makes the worker and the sockets, says that it is ready, and runs the loop."""
 
+# ruff: noqa: E402
+
 import logging
 from pathlib import Path
 
+from llmserve.runtime import kernel_build
 from llmserve.runtime.child import ChildInit, Reporter
+
+kernel_build.begin_build()  # now, where there is nothing built yet: the compiler takes longer than what follows
+
 from llmserve.runtime.engine.runner import create_worker
 from llmserve.runtime.messages import SchedulerInput, SchedulerMetrics
 from llmserve.runtime.scheduler.control import Control

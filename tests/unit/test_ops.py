@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from llmserve.runtime import ops
-from llmserve.runtime.ops import build, native, reference
+from llmserve.runtime import kernel_build, ops
+from llmserve.runtime.ops import native, reference
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no compiler, or a CPU without AVX-512")
 
@@ -141,15 +141,15 @@ def test_the_library_is_built_once_and_again_when_a_source_changes(
     sources = tmp_path / "csrc"
     sources.mkdir()
     (sources / "kernels.cpp").write_text("int one() { return 1; }")
-    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setattr(kernel_build, "SOURCES", sources)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first = build.built_library()
+    first = kernel_build.built_library()
     changed = first.stat().st_mtime_ns
-    assert build.built_library() == first
+    assert kernel_build.built_library() == first
     assert first.stat().st_mtime_ns == changed
     (sources / "kernels.cpp").write_text("int two() { return 2; }")
-    assert build.built_library() != first
+    assert kernel_build.built_library() != first
     (sources / "kernels.cpp").write_text("no C++")
-    with pytest.raises(build.BuildError, match="failed"):
-        build.built_library()
+    with pytest.raises(kernel_build.BuildError, match="failed"):
+        kernel_build.built_library()
     assert sorted(path.suffix for path in first.parent.iterdir()) == ["", ".so", ".so"]

@@ -1,8 +1,10 @@
 """Builds the native kernels (csrc/) for this machine's CPU, once, into the user's cache.
 
-`python -m llmserve.runtime.ops.build` builds them ahead of the first use. Nothing here loads them (native.py).
+`python -m llmserve.runtime.kernel_build` builds them ahead of the first use. ops/native.py loads them; nothing here needs
+torch, so that the compiler can work while torch is imported.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -11,13 +13,14 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import platformdirs
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "csrc"
+SOURCES = Path(__file__).parent / "ops" / "csrc"
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 NEEDED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 BUILD_TIMEOUT_S = 300.0
@@ -49,6 +52,16 @@ def built_library() -> Path:
     except OSError as error:
         raise BuildError(f"the kernels cannot be built in {directory}: {error}") from error
     return library
+
+
+def begin_build() -> None:
+    """Has a thread make what `built_library` will ask for, which waits for it then."""
+
+    def build() -> None:
+        with contextlib.suppress(BuildError):  # told when the library is asked for
+            built_library()
+
+    threading.Thread(target=build, daemon=True, name="kernel-build").start()
 
 
 def _compile(compiler: str, library: Path) -> None:
