@@ -15,7 +15,7 @@ from llmserve.cli.ps import ask_load
 from llmserve.runtime.instance import InstanceRecord, sweep_stale
 
 LOOK_EVERY_S = 0.5
-ENDS_NOW_WITHIN_S = 5.0
+ENDS_NOW_WITHIN_S = 2.0
 
 
 def stop(

@@ -1,7 +1,6 @@
 """Fixtures that more than one folder of tests uses: a real instance, shared by all tests that leave it as it was."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported: nothing else has the cores alone
 
-from instances import RunningInstance, launched, runtime_directory
+from instances import RunningInstance, end_all, launched, runtime_directory
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +16,7 @@ def runtime_root() -> Iterator[Path]:
     """The runtime directory of the shared instances."""
     root = runtime_directory()
     yield root
-    shutil.rmtree(root, ignore_errors=True)
+    end_all(root)
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def own_root() -> Iterator[Path]:
     """A runtime directory for one test, where no other instance runs."""
     root = runtime_directory()
     yield root
-    shutil.rmtree(root, ignore_errors=True)
+    end_all(root)
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,10 @@
 Every instance of a test run lives under a runtime directory of its own, so that no test sees the developer's instances.
 """
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,11 +29,12 @@ def runtime_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="llms-"))
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Returns once `condition` holds; fails the test after so many seconds."""
+def wait_until(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
+    """Returns once `condition` holds; fails the test after so many seconds, saying `what` did not come."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.02)
 
 
@@ -94,7 +97,7 @@ class RunningInstance:
         def ready_or_ended() -> bool:
             return self.record.get("state") == "ready" or self.process.poll() is not None
 
-        wait_until(ready_or_ended, seconds, f"ready; its log:\n{self.log_text()}")
+        wait_until(ready_or_ended, seconds, lambda: f"ready; its log:\n{self.log_text()}")
         assert self.process.poll() is None, f"it ended with {self.process.returncode}; its log:\n{self.log_text()}"
 
     def wait_ended(self, seconds: float) -> int:
@@ -127,6 +130,16 @@ def is_alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def end_all(root: Path) -> None:
+    """Kills whatever still runs under a runtime directory, and removes it: what a failed test leaves behind."""
+    for path in root.glob("llmserve/*/instance.json"):
+        with contextlib.suppress(psutil.NoSuchProcess, ValueError):
+            process = psutil.Process(json.loads(path.read_bytes())["pid"])
+            if "launch" in process.cmdline():
+                process.kill()
+    shutil.rmtree(root, ignore_errors=True)
 
 
 def start(root: Path, name: str, *arguments: str, **environment: str) -> RunningInstance:
