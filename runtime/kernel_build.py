@@ -1,7 +1,7 @@
 """Builds the native kernels (csrc/) for this machine's CPU, once, into the user's cache.
 
-`python -m llmserve.runtime.kernel_build` builds them ahead of the first use. ops/native.py loads them; nothing here needs
-torch, so that the compiler can work while torch is imported.
+`python -m llmserve.runtime.kernel_build` builds them ahead of the first use; ops/native.py loads them. Nothing here
+needs torch, so that the compiler can work while torch is imported.
 """
 
 import contextlib
