@@ -5,12 +5,13 @@ serve.py puts a server in front of it, Engine uses it as it is. The child's side
 """
 
 import asyncio
+import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from llmserve.runtime.child import ChildInit, Fact, Progress, Status
 from llmserve.runtime.config import ServerArgs
@@ -93,11 +94,15 @@ class Stack:
     # ---- start -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Returns when every process is ready. Raises LaunchError or ConfigError; `stop` is still to be called then."""
+        """Returns when every process is ready. Raises LaunchError or ConfigError; `stop` is still to be called then.
+
+        The registry still says "starting": who takes the requests says `announce_ready` once it does.
+        """
         self._failure = asyncio.get_running_loop().create_future()
         starting = asyncio.create_task(self._start())
         try:
-            await asyncio.wait({starting, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            first: list[asyncio.Future[Any]] = [starting, self._failure]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 raise self._failure.result()
             await starting
@@ -136,6 +141,9 @@ class Stack:
         self._front.ready(int(self.facts["max_model_len"]), detokenizer.pid)
         self.tokenizer_manager = self._front
         self._watchdog = asyncio.create_task(self._watch(scheduler))
+
+    def announce_ready(self) -> None:
+        """Requests are taken from now on, and whoever waits for that may know."""
         self.instance.update(state="ready")
 
     def _spawn(self, role: str, module: str, environment: Mapping[str, str]) -> ChildProcess:
@@ -258,7 +266,7 @@ async def in_thread(function: Callable[..., T], *arguments: object) -> T:
         try:
             result = function(*arguments)
         except Exception as error:
-            finish(lambda error=error: outcome.set_exception(error))
+            finish(functools.partial(outcome.set_exception, error))
         else:
             finish(lambda: outcome.set_result(result))
 

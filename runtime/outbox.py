@@ -6,7 +6,7 @@ It knows nothing of sockets. No row is lost in it: what two rows of one choice s
 import itertools
 from collections import deque
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -67,15 +67,26 @@ def coalesce(messages: Iterable[Message]) -> deque[Message]:
     """The same messages with each run of token or text batches as one batch, in which each choice has one row."""
     merged: deque[Message] = deque()
     for kind, run in itertools.groupby(messages, key=type):
-        if kind is BatchTokenIDOutput or kind is BatchStrOutput:
-            rows: dict[tuple[str, int], TokenIDRow | StrRow] = {}
-            for row in itertools.chain.from_iterable(batch.rows for batch in run):
-                key = (row.rid, row.index)
-                rows[key] = _merge(rows[key], row) if key in rows else row
-            merged.append(kind(rows=tuple(rows.values())))
+        if kind is BatchTokenIDOutput:
+            merged.append(
+                BatchTokenIDOutput(rows=_one_each(row for batch in run for row in cast(BatchTokenIDOutput, batch).rows))
+            )
+        elif kind is BatchStrOutput:
+            merged.append(
+                BatchStrOutput(rows=_one_each(row for batch in run for row in cast(BatchStrOutput, batch).rows))
+            )
         else:
             merged.extend(run)
     return merged
+
+
+def _one_each(rows: Iterable[_R]) -> tuple[_R, ...]:
+    """One row for all those of a choice."""
+    merged: dict[tuple[str, int], _R] = {}
+    for row in rows:
+        key = (row.rid, row.index)
+        merged[key] = _merge(merged[key], row) if key in merged else row
+    return tuple(merged.values())
 
 
 def _merge(old: _R, new: _R) -> _R:
