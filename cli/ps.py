@@ -1,7 +1,7 @@
 """`llmserve ps`: the instances of this user, with their load where the scheduler answers."""
 
 import time
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
@@ -38,7 +38,7 @@ def ps(
 ) -> None:
     """List the running instances.
 
-    A state is starting, ready, draining, or dead: its process is gone, and what it left is removed by the next launch.
+    A state is starting, ready, paused, draining, or dead: its process is gone, and the next launch removes its rest.
     """
     console = console_of(ctx)
     lines = [look(record) for record in list_instances() if record.alive or all_records]
@@ -49,7 +49,7 @@ def ps(
         console.note("no instance is running; start one with `llmserve launch`")
         return
     rows = [
-        (line.name, line.model, str(line.pid), line.address, line.state, duration(line.age_s), load(line))
+        (line.name, line.model, str(line.pid), line.address, line.state, duration(line.age_s), load_text(line))
         for line in lines
     ]
     console.table(("NAME", "MODEL", "PID", "ADDRESS", "STATE", "AGE", "LOAD"), rows, right=("PID", "AGE"))
@@ -57,38 +57,50 @@ def ps(
 
 def look(record: InstanceRecord) -> Line:
     """What is known of an instance, its scheduler asked."""
-    running, waiting = ask_load(record) if record.alive and record.state != "starting" else (None, None)
+    load = ask_load(record) if record.alive and record.state != "starting" else None
     return Line(
         name=record.name,
         model=record.served_model_names[0] if record.served_model_names else record.model,
         pid=record.pid,
         address=f"{record.host}:{record.port}" if record.port else "-",
-        state=record.state if record.alive else "dead",
+        state=state_of(record, load),
         age_s=round(time.time() - record.created, 1),
-        running=running,
-        waiting=waiting,
+        running=load.running if load else None,
+        waiting=load.waiting if load else None,
         served_model_names=record.served_model_names,
         log_path=record.log_path,
         children=record.children,
     )
 
 
-def ask_load(record: InstanceRecord) -> tuple[int | None, int | None]:
-    """Requests running and waiting, over all replicas; None where one does not answer soon."""
+class Load(NamedTuple):
+    running: int
+    waiting: int
+    state: str
+
+
+def state_of(record: InstanceRecord, load: Load | None) -> str:
+    """The scheduler knows best whether it is paused, the main process whether it ends."""
+    if not record.alive:
+        return "dead"
+    return load.state if load and record.state == "ready" else record.state
+
+
+def ask_load(record: InstanceRecord) -> Load | None:
+    """The requests of all replicas and the state of the last; None where one does not answer soon."""
     from llmserve.runtime.client import RpcCallError, RpcClient
     from llmserve.runtime.messages import GetLoadReqInput
 
-    running = waiting = 0
+    total = Load(0, 0, record.state)
     for address in record.rpc_addresses:
         try:
             with RpcClient(address, timeout_s=LOAD_TIMEOUT_S) as client:
                 answer = client.call(GetLoadReqInput())
         except RpcCallError:
-            return None, None
-        running += answer.running
-        waiting += answer.waiting
-    return running, waiting
+            return None
+        total = Load(total.running + answer.running, total.waiting + answer.waiting, answer.state)
+    return total
 
 
-def load(line: Line) -> str:
+def load_text(line: Line) -> str:
     return "-" if line.running is None else f"{line.running} running, {line.waiting} waiting"

@@ -83,6 +83,6 @@ def wait_drained(console: Console, record: InstanceRecord, process: int, limit: 
                     f'"{record.name}" is still draining; its --drain-timeout ends it, or `llmserve stop --now`',
                     ExitCode.BUSY,
                 )
-            running, waiting = ask_load(record)
-            if running is not None and waiting is not None:
-                status.update(f"draining {record.name}: {plural(running + waiting, 'request')} left")
+            load = ask_load(record)
+            if load is not None:
+                status.update(f"draining {record.name}: {plural(load.running + load.waiting, 'request')} left")

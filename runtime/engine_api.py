@@ -230,6 +230,7 @@ class Engine:
     async def _start(self) -> None:
         self._stack = Stack(self._args)
         await self._stack.start()
+        self._stack.announce_ready()
         self._supervision = asyncio.create_task(self._supervise(self._stack))
 
     async def _supervise(self, stack: Stack) -> None:

@@ -3,6 +3,8 @@
 Owns the format and the level; where stderr leads (a terminal, a file, a journal) is the launcher's business.
 """
 
+import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -12,6 +14,10 @@ from pathlib import Path
 
 import platformdirs
 
+log = logging.getLogger(__name__)
+
+MAX_LOG_BYTES = 64 * 2**20
+LOG_CHECK_S = 10.0
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 
@@ -62,6 +68,17 @@ def keep_log(path: Path, name: str) -> Path | None:
     except OSError:
         return None
     return kept
+
+
+async def bound_log(path: Path) -> None:
+    """Empties a log that has grown too long: it lies on a memory file system. Never returns; no such file, no harm."""
+    while True:
+        await asyncio.sleep(LOG_CHECK_S)
+        with contextlib.suppress(OSError):
+            length = os.stat(path).st_size
+            if length > MAX_LOG_BYTES:
+                os.truncate(path, 0)  # all who write to it append
+                log.warning("began the log anew length=%d", length)
 
 
 def stderr_to_file(path: Path) -> None:

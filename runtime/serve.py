@@ -26,7 +26,7 @@ from llmserve.runtime.client import AsyncRpcClient
 from llmserve.runtime.config import ConfigError, Secrets, ServerArgs
 from llmserve.runtime.instance import list_instances
 from llmserve.runtime.launch import LaunchError, LaunchObserver, Stack, in_thread
-from llmserve.runtime.logs import keep_log, stderr_to_file
+from llmserve.runtime.logs import bound_log, keep_log, stderr_to_file
 from llmserve.runtime.server.errors import error_response
 from llmserve.runtime.tokenizer_manager import RequestError
 
@@ -64,45 +64,55 @@ async def serve(
     args: ServerArgs, secrets: Secrets, observer: LaunchObserver, listener: socket.socket, log_to_file: bool
 ) -> int:
     """run_server, once the port is ours and a loop runs."""
-    stack = Stack(args, observer)
-    log_path = stack.instance.directory / LOG_FILE
-    if log_to_file:
-        stack.instance.update(log_path=str(log_path))
-        stderr_to_file(log_path)
+    stack: Stack | None = None
 
     def end_now(number: int) -> None:
         log.warning("ended at once signal=%s", signal.Signals(number).name)
-        stack.kill()
+        if stack is not None:
+            stack.kill()
         observer.close()
         os._exit(128 + number)
 
-    http = HttpServer(listener)
     with asked_to_end(end_now) as asked:
+        stack = Stack(args, observer)
+        log_path = stack.instance.directory / LOG_FILE
+        if log_to_file:
+            stderr_to_file(log_path)
+            stack.instance.update(log_path=str(log_path))
+        bounding = asyncio.create_task(bound_log(log_path))
+        http = HttpServer(listener)
         try:
-            starting = asyncio.create_task(stack.start())
-            app_module = asyncio.create_task(in_thread(importlib.import_module, "llmserve.runtime.server.app"))
-            await first_of(starting, asked, http.task)
-            if asked.done():
-                starting.cancel()
-                return 128 + asked.result()
-            await starting
-            with contextlib.closing(AsyncRpcClient(stack.instance.record)) as rpc:
-                http.app = (await app_module).build_app(
-                    tokenizer_manager=stack.tokenizer_manager,
-                    args=args,
-                    secrets=secrets,
-                    checkpoint=stack.checkpoint,
-                    rpc=rpc,
-                )
-                observer.ready(address_of(args), stack.instance.record.served_model_names[0], stack.facts)
-                return await until_asked(stack, asked, http)
+            return await serve_stack(stack, secrets, asked, http)
         except LaunchError as error:
             log.error("failed reason=%s", error)
             kept = keep_log(log_path, args.name) if log_to_file and error.exit_code != CONFIG_EXIT_CODE else None
             raise LaunchError(f"{error}; the log is in {kept}" if kept else str(error), error.exit_code) from None
         finally:
+            bounding.cancel()
             await http.close(GRACE_S)
             await stack.stop()
+
+
+async def serve_stack(stack: Stack, secrets: Secrets, asked: "asyncio.Future[int]", http: "HttpServer") -> int:
+    """Starts the processes, puts the application in front of them, and serves until asked to end."""
+    starting = asyncio.create_task(stack.start())
+    app_module = asyncio.create_task(in_thread(importlib.import_module, "llmserve.runtime.server.app"))
+    await first_of(starting, asked, http.task)
+    if asked.done():
+        starting.cancel()
+        return 128 + asked.result()
+    await starting
+    with contextlib.closing(AsyncRpcClient(stack.instance.record)) as rpc:
+        http.app = (await app_module).build_app(
+            tokenizer_manager=stack.tokenizer_manager,
+            args=stack.args,
+            secrets=secrets,
+            checkpoint=stack.checkpoint,
+            rpc=rpc,
+        )
+        stack.announce_ready()
+        stack.observer.ready(address_of(stack.args), stack.instance.record.served_model_names[0], stack.facts)
+        return await until_asked(stack, asked, http)
 
 
 async def until_asked(stack: Stack, asked: "asyncio.Future[int]", http: "HttpServer") -> int:

@@ -20,6 +20,9 @@ from typing import Any
 import httpx
 import psutil
 
+from llmserve.runtime.client import RpcClient
+from llmserve.runtime.messages import GetLoadReqInput
+
 LLMSERVE = str(Path(sys.executable).with_name("llmserve"))
 SECRET_VARIABLES = ("LLMSERVE_API_KEY", "LLMSERVE_ADMIN_API_KEY")
 
@@ -79,6 +82,12 @@ class RunningInstance:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.record['port']}"
+
+    def requests(self) -> int:
+        """How many choices of requests run in the scheduler, or wait there."""
+        with RpcClient(self.record["rpc_addresses"][0]) as client:
+            answer = client.call(GetLoadReqInput())
+        return answer.running + answer.waiting
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")

@@ -65,16 +65,15 @@ def load(instance: RunningInstance, max_tokens: int, streams: int = 2, plain: in
     requests = [OpenRequest(instance, max_tokens, stream=True) for _ in range(streams)]
     requests += [OpenRequest(instance, max_tokens, stream=False) for _ in range(plain)]
     wait_until(lambda: all(request.events for request in requests[:streams]), 10, "the first event of each stream")
-    assert all(request.going for request in requests)
+    wait_until(lambda: instance.requests() == streams + plain, 10, "all requests in the scheduler")
     yield requests
 
 
 @contextmanager
 def load_for(instance: RunningInstance, seconds: float) -> Iterator[list[OpenRequest]]:
     """A load that ends by itself, not before so many seconds: the speed of one request tells how long it must be."""
-    began = time.monotonic()
-    sample = OpenRequest(instance, 32, stream=False)
-    sample.wait(20)
-    tokens = int(32 * seconds / (time.monotonic() - began)) + 32
-    with load(instance, tokens) as requests:
+    for sample_tokens in (1, 256):  # the first request warms up, the second is the measure
+        began = time.monotonic()
+        OpenRequest(instance, sample_tokens, stream=False).wait(20)
+    with load(instance, int(256 * seconds / (time.monotonic() - began))) as requests:
         yield requests
