@@ -10,6 +10,7 @@ from typing import NamedTuple
 from llmserve.runtime.messages import FILL_CONTEXT, EmbeddingReqInput, GenerateReqInput, SamplingParams
 
 MAX_RID_LENGTH = 256
+MAX_USER_LENGTH = 256
 MAX_CHOICES_PER_PROMPT = 128
 MAX_CHOICES = 1024
 MAX_STOP_STRINGS = 16
@@ -110,6 +111,8 @@ def resolve_max_new_tokens(params: SamplingParams, longest_prompt: int, limits: 
 def _check_common(req: GenerateReqInput | EmbeddingReqInput) -> None:
     if not 0 < len(req.rid) <= MAX_RID_LENGTH:
         raise _refusal("rid", f"a rid has 1 to {MAX_RID_LENGTH} characters, not {len(req.rid)}")
+    if len(req.user) > MAX_USER_LENGTH:
+        raise _refusal("user", f"a user has at most {MAX_USER_LENGTH} characters, not {len(req.user)}")
     param = prompt_param(req)
     if bool(req.texts) == bool(req.input_ids):
         what = "both texts and token ids were given" if req.texts else "there is no prompt"

@@ -28,6 +28,9 @@ def error_json(error: RequestError) -> bytes:
 
 
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
+    """503 says when to try again: clients that know how wait so long."""
+    if error.status == 503:
+        headers = {"Retry-After": "1", **(headers or {})}
     return Response(error_json(error), status_code=error.status, headers=headers, media_type="application/json")
 
 

@@ -25,6 +25,7 @@ from llmserve.runtime.server.logprobs import (
 )
 from llmserve.runtime.server.openapi import operation
 from llmserve.runtime.server.sse import EventStream, frame
+from llmserve.runtime.validation import MAX_CHOICES
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -111,6 +112,8 @@ def add_routes(app: FastAPI, context: Context) -> None:
         if isinstance(body.prompt, str):
             ids = (await context.manager.tokenize([body.prompt], body.add_special_tokens))[0]
             return json_response(Tokens(tokens=list(ids), count=len(ids), max_model_len=limit))
+        if len(body.prompt) > MAX_CHOICES:
+            raise invalid(f"at most {MAX_CHOICES} prompts a request, not {len(body.prompt)}", "prompt")
         prompts = await context.manager.tokenize(body.prompt, body.add_special_tokens)
         return json_response(
             Tokens(tokens=[list(ids) for ids in prompts], count=[*map(len, prompts)], max_model_len=limit)
@@ -119,14 +122,17 @@ def add_routes(app: FastAPI, context: Context) -> None:
     @app.post("/detokenize", openapi_extra=operation(DetokenizeRequest, Text))
     async def detokenize(request: Request) -> Response:
         body = await read_json(request, DetokenizeRequest)
-        _, prompts = split_prompts([*body.tokens], "tokens")
-        vocab_size = context.manager.limits.vocab_size
-        if bad := [token_id for ids in prompts for token_id in ids if not 0 <= token_id < vocab_size]:
-            raise invalid(f"token id {bad[0]} is not in the vocabulary: ids are 0 to {vocab_size - 1}", "tokens")
-        texts = await asyncio.to_thread(
-            lambda: [context.tokenizer.decode(ids, body.skip_special_tokens) for ids in prompts]
-        )
+        texts = await asyncio.to_thread(_decode, context, body)
         return json_response(Text(text=texts if isinstance(body.tokens[0], list) else texts[0]))
+
+
+def _decode(context: Context, body: DetokenizeRequest) -> list[str]:
+    """In a thread: a body holds millions of tokens."""
+    _, prompts = split_prompts([*body.tokens], "tokens")
+    vocab_size = context.manager.limits.vocab_size
+    if bad := [token_id for ids in prompts for token_id in ids if not 0 <= token_id < vocab_size]:
+        raise invalid(f"token id {bad[0]} is not in the vocabulary: ids are 0 to {vocab_size - 1}", "tokens")
+    return [context.tokenizer.decode(ids, body.skip_special_tokens) for ids in prompts]
 
 
 async def _generate_request(context: Context, body: GenerateRequest) -> tuple[GenerateReqInput, bool]:

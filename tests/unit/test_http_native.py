@@ -141,6 +141,10 @@ async def test_tokenize_and_back(app: App, tokenizer: Tokenizer) -> None:
     }
 
 
+async def test_tokenize_takes_so_many_prompts(app: App) -> None:
+    assert "1024" in await app.refused("/tokenize", {"prompt": ["a"] * 1025}, "prompt")
+
+
 @pytest.mark.parametrize("tokens", [[-1], [10**6], [], [[0], 1], ["a"], 5])
 async def test_detokenize_refuses_what_is_no_token(app: App, tokens: object) -> None:
     assert (await app.post("/detokenize", {"tokens": tokens})).status_code == 400

@@ -164,6 +164,7 @@ async def test_values_that_ask_for_nothing_are_accepted(app: App) -> None:
         ({"seed": 10**30}, "seed"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_everything": True}}, "stream_options.include_everything"),
+        ({"user": "x" * 1000}, "user"),
         ({"rid": ""}, "rid"),
         ({"rid": "\x1b[2J"}, "rid"),
         ({"rid": "x" * 1000}, "rid"),
@@ -473,7 +474,7 @@ async def test_a_refusal_before_the_first_row_keeps_its_status(
 ) -> None:
     app.manager.script.before_rows = RequestError(503, "the queue is full", code="queue_full")
     response = await app.post(path, {**prompt, "stream": stream})
-    assert response.status_code == 503
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert response.json() == {
         "error": {"message": "the queue is full", "type": "server_error", "param": None, "code": "queue_full"}
     }
