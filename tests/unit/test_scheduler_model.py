@@ -67,18 +67,16 @@ class SmallerPool:
 
 
 def test_the_default_model_says_the_same_however_it_is_scheduled() -> None:
-    """The prompts for which it is compared with transformers (test_reference.py), cold and one at a time, there too:
-    in a batch of 64; then in chunks, in a pool that is too small; then again, with prefix hits."""
+    """In a batch of 64; then in chunks, in a pool that is too small; then again, with prefix hits.
+
+    That these prompts give what transformers gives, alone and in a batch, is test_reference.py's.
+    """
     checkpoint = hub.resolve(hub.default_model())
     tokenizer = Tokenizer.load(checkpoint.tokenizer_dir)
     prompts = [tokenizer.encode(prompt) for prompt in reference.PROMPTS]
     params = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
     worker = worker_of(hub.default_model(), 4096)
 
-    alone = Harness(worker, max_running_requests=1, chunked_prefill_size=4096, prefix_cache=False)
-    for i, prompt in enumerate(prompts):
-        alone.send(f"{i}", prompt, params=params)
-    alone.run()
     batch = Harness(worker, max_running_requests=64, chunked_prefill_size=4096, prefix_cache=False)
     for i in range(64):
         batch.send(f"{i}", prompts[i % 40], params=params)
@@ -92,11 +90,10 @@ def test_the_default_model_says_the_same_however_it_is_scheduled() -> None:
     assert sum(small.rows(f"warm{i}")[-1].cached_tokens for i in range(40)) > 0
 
     for i in range(40):
-        output = alone.output(f"{i}")
-        assert len(output) == NEW_TOKENS or alone.finish(f"{i}").type == "stop"
-        assert batch.output(f"{i}") == output
+        output = batch.output(f"{i}")
+        assert len(output) == NEW_TOKENS or batch.finish(f"{i}").type == "stop"
         assert small.output(f"cold{i}") == output
         assert small.output(f"warm{i}") == output
     for i in range(40, 64):
-        assert batch.output(f"{i}") == alone.output(f"{i - 40}")
+        assert batch.output(f"{i}") == batch.output(f"{i - 40}")
     small.check_empty()
