@@ -34,7 +34,9 @@ check: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	$(BIN)/llmserve bench --suite $(BENCH_ARGS)
+	$(BIN)/llmserve launch --name bench --port 0 --detach $(SERVE_ARGS)
+	$(BIN)/llmserve bench --instance bench --suite $(BENCH_ARGS); status=$$?; \
+	$(BIN)/llmserve stop --instance bench; exit $$status
 
 # Completions and man pages, from the commands themselves.
 generate: setup

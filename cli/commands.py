@@ -141,5 +141,16 @@ COMMANDS: dict[str, Entry] = {
         "Continue a prompt.",
         ("llmserve generate 'Once upon a time' --max-tokens 50", "llmserve generate - < prompt.txt > story.txt"),
     ),
+    "bench": Entry(
+        "bench.command",
+        "bench",
+        USE,
+        "Measure a server under load.",
+        (
+            "llmserve bench -n 64 -c 16",
+            "llmserve bench --rate 2 --shared-prefix 0.9 --input-words 1000",
+            "llmserve bench --suite --url http://127.0.0.1:8000 --json",
+        ),
+    ),
     "generate-docs": Entry("manual", "generate_docs", USE, "Write the man pages and completions.", hidden=True),
 }

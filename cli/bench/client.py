@@ -1,0 +1,147 @@
+"""One streamed HTTP request, timed. Made to cost little beside the server that it measures: no more than asyncio and a
+parser in C.
+"""
+
+import asyncio
+import json
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """What came of one request. Times in seconds since it was sent; `error` is empty when it went well."""
+
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+    last_s: float = 0.0
+    """When the last text came."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+
+    @property
+    def itl_s(self) -> float | None:
+        """The mean time between two tokens; None of a single one."""
+        return (self.last_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+class Choice(msgspec.Struct):
+    text: str = ""
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Event(msgspec.Struct):
+    """As much of an event, or of a whole answer, as is counted."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+class Request:
+    """A request that can be sent any number of times to one server."""
+
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
+        parts = urlsplit(url)
+        self._host = parts.hostname or "127.0.0.1"
+        self._tls = parts.scheme == "https"
+        self._port = parts.port or (443 if self._tls else 80)
+        lines = [f"POST {parts.path}/v1/completions HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
+        lines += ["Content-Type: application/json", *(f"{name}: {value}" for name, value in headers.items())]
+        self._head = "\r\n".join(lines)
+
+    async def send(self, body: dict[str, Any]) -> Answer:
+        """Sends the body and reads the answer to its end. Whatever goes wrong is in the Answer."""
+        payload = json.dumps(body).encode()
+        reading = Reading()
+        parser = httptools.HttpResponseParser(reading)
+        try:
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls or None)
+        except OSError as error:
+            reading.answer.error = f"cannot connect to {self._host}:{self._port}: {error.strerror or error}"
+            return reading.answer
+        try:
+            writer.write(f"{self._head}\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload)
+            while not reading.complete and (data := await reader.read(65536)):
+                parser.feed_data(data)
+            return reading.end(parser.get_status_code() if reading.headed else 0)
+        except (OSError, httptools.HttpParserError) as error:
+            reading.answer.error = f"the connection broke: {error}"
+            return reading.answer
+        finally:
+            writer.close()
+
+
+class Reading:
+    """The parser's callbacks: takes a body apart into events as it comes."""
+
+    def __init__(self) -> None:
+        self.answer = Answer()
+        self.headed = self.complete = False
+        self._began = time.perf_counter()
+        self._rest = b""
+        self._streamed = self._done = False
+
+    def on_headers_complete(self) -> None:
+        self.headed = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"content-type":
+            self._streamed = value.startswith(b"text/event-stream")
+
+    def on_body(self, data: bytes) -> None:
+        self._rest += data
+        if self._streamed:
+            *lines, self._rest = self._rest.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    self._take(line[5:].strip())
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+    def end(self, status: int) -> Answer:
+        """The answer, once all has come."""
+        answer = self.answer
+        answer.e2e_s = time.perf_counter() - self._began
+        if status != 200:
+            answer.error = f"HTTP {status}: {self._rest.decode(errors='replace')[:200]}" if status else "no answer came"
+        elif not self._streamed:
+            self._take(self._rest)
+        elif not self._done and not answer.error:
+            answer.error = "the stream ended before [DONE]"
+        return answer
+
+    def _take(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self._done = True
+            return
+        try:
+            event = msgspec.json.decode(data, type=Event)
+        except msgspec.DecodeError as error:
+            self.answer.error = f"the answer cannot be read: {error}"
+            return
+        if event.error is not None:
+            self.answer.error = str(event.error)
+        if any(choice.text for choice in event.choices):
+            self.answer.last_s = time.perf_counter() - self._began
+            self.answer.ttft_s = self.answer.ttft_s or self.answer.last_s
+        if event.usage is not None:
+            details = event.usage.prompt_tokens_details
+            self.answer.prompt_tokens = event.usage.prompt_tokens
+            self.answer.output_tokens = event.usage.completion_tokens
+            self.answer.cached_tokens = details.cached_tokens if details else 0

@@ -1,0 +1,160 @@
+"""The command `llmserve bench`: its options, its progress bar and its tables."""
+
+import asyncio
+import json as jsonlib
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmserve.cli import format
+from llmserve.cli.answer import ApiKeyFileOption, api_key, base_url
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
+from llmserve.cli.console import Console
+
+if TYPE_CHECKING:
+    from llmserve.cli.bench.load import Load, Result
+
+NUMBERS = ("REQS", "REQ/S", "OUT TOK/S", "TOK/S", "CACHED", "TTFT p50", "p95", "p99", "ITL p50", "E2E p50", "ERRORS")
+
+
+def bench(
+    ctx: typer.Context,
+    instance: InstanceOption = None,
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="Any OpenAI-compatible server, in place of an instance.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="The model to ask for.", show_default="its first one")
+    ] = None,
+    suite: Annotated[bool, typer.Option("--suite", help="Put the five standard loads, W1 to W5, in turn.")] = False,
+    requests: Annotated[int, typer.Option("--requests", "-n", metavar="N", min=1, help="How many requests.")] = 32,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", "-c", metavar="N", min=1, help="How many at a time.")
+    ] = 8,
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", metavar="R", min=0.001, help="In place of -c: so many a second, at random times."),
+    ] = None,
+    input_words: Annotated[
+        int, typer.Option("--input-words", metavar="N", min=1, help="The length of each prompt.")
+    ] = 128,
+    shared_prefix: Annotated[
+        float, typer.Option("--shared-prefix", metavar="SHARE", min=0.0, max=1.0, help="What part all prompts share.")
+    ] = 0.0,
+    output_tokens: Annotated[
+        int, typer.Option("--output-tokens", metavar="N", min=1, help="The length of each answer.")
+    ] = 64,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Ask for streams.")] = True,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the prompts and the arrivals.")] = 0,
+    extra: Annotated[
+        str,
+        typer.Option("--extra", metavar="JSON", help="Fields for each request; null leaves one of ours out."),
+    ] = "{}",
+    api_key_file: ApiKeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Measure a server under load: throughput, and percentiles of the latencies.
+
+    The same seed gives the same prompts on every server. ITL is the mean time between two tokens of a request.
+    """
+    from llmserve.cli.bench.load import SUITE, Load
+
+    console = console_of(ctx)
+    if url is None:
+        url = base_url(find_instance(instance))
+    try:
+        fields = jsonlib.loads(extra)
+        assert isinstance(fields, dict)
+    except (ValueError, AssertionError):
+        raise CommandError(f"--extra must be a JSON object, not {extra!r}", ExitCode.USAGE) from None
+    key = api_key(console, api_key_file)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    load = Load(
+        requests=requests,
+        concurrency=concurrency,
+        rate=rate,
+        input_words=input_words,
+        shared=shared_prefix,
+        output_tokens=output_tokens,
+        stream=stream,
+        seed=seed,
+    )
+    name = model or first_model(url, headers)
+    results = [run(console, each, url, name, headers, fields) for each in (SUITE if suite else (load,))]
+    if json:
+        console.json([as_json(result) for result in results])
+    else:
+        show(console, results)
+    if any(result.errors for result in results):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def first_model(url: str, headers: dict[str, str]) -> str:
+    """The first model that the server lists."""
+    import httpx
+
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=10.0, trust_env=False)
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        code = ExitCode.DENIED if status in (401, 403) else ExitCode.FAILED
+        raise CommandError(f"{url}/v1/models answers HTTP {status}; give --model", code) from None
+    except httpx.HTTPError as error:
+        raise CommandError(f"cannot reach {url}: {error}", ExitCode.UNAVAILABLE) from None
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise CommandError(f"{url} lists no model; give --model") from None
+
+
+def run(
+    console: Console, load: "Load", url: str, model: str, headers: dict[str, str], extra: dict[str, Any]
+) -> "Result":
+    """Puts one load, with a progress bar on a terminal."""
+    import uvloop
+
+    from llmserve.cli.bench.load import put
+
+    with console.progress() as progress:
+        task = progress.add_task(load.name, total=load.requests, amount="")
+        done = 0
+
+        def on_answer() -> None:
+            nonlocal done
+            done += 1
+            progress.update(task, completed=done, amount=f"{done} of {load.requests}")
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(put(load, url, model, headers, extra, on_answer))
+
+
+def show(console: Console, results: list["Result"]) -> None:
+    rows = []
+    for result in results:
+        ttft, itl, e2e = result.ttft, result.itl, result.e2e
+        numbers = [
+            str(result.ok),
+            f"{result.requests_per_s:.2f}",
+            f"{result.output_tokens_per_s:.1f}",
+            f"{result.tokens_per_s:.1f}",
+            format.percent(result.cached_tokens, result.prompt_tokens),
+            *(seconds(value) for value in (ttft.p50, ttft.p95, ttft.p99, itl.p50, e2e.p50)),
+            str(sum(result.errors.values())),
+        ]
+        rows.append([result.load.name, *numbers])
+    console.table(("LOAD", *NUMBERS), rows, right=NUMBERS)
+    for result in results:
+        for error, times in result.errors.items():
+            console.error(f"{result.load.name}: {format.plural(times, 'request')} failed: {error}")
+        if result.cpu_share > 0.5:
+            console.note(f"{result.load.name}: the load generator itself took {100 * result.cpu_share:.0f}% of a core")
+
+
+def seconds(value: float | None) -> str:
+    return "-" if value is None else format.duration(value)
+
+
+def as_json(result: "Result") -> dict[str, Any]:
+    import msgspec
+
+    fields: dict[str, Any] = msgspec.to_builtins(result)
+    return fields

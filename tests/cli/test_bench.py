@@ -1,0 +1,216 @@
+"""`llmserve bench`: the same prompts every time, and numbers that a server with known delays must give."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from fake_instance import run
+
+from llmserve.cli.bench.client import Answer
+from llmserve.cli.bench.load import SUITE, Load, count, quantiles
+
+FIRST_S, GAP_S = 0.08, 0.02
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with the first token after FIRST_S and one more every GAP_S; keeps the bodies and how many it had at once."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict[str, Any]] = []
+        self.status = 200
+        self.cut = False
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    @property
+    def measured(self) -> list[dict[str, Any]]:
+        """The bodies after those of the warm-up."""
+        return self.bodies[2:]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer("application/json", json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.bodies.append(body)
+            self.server.at_once += 1
+            self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
+        usage = {"prompt_tokens": 10, "completion_tokens": body["max_tokens"]}
+        usage |= {"prompt_tokens_details": {"cached_tokens": 4}}
+        if self.server.status != 200:
+            self.answer("application/json", b'{"error": {"message": "full"}}')
+        elif not body.get("stream"):
+            self.answer("application/json", json.dumps({"choices": [{"text": "all"}], "usage": usage}).encode())
+        else:
+            self.stream(body["max_tokens"], usage)
+        with self.server.lock:
+            self.server.at_once -= 1
+
+    def answer(self, kind: str, content: bytes) -> None:
+        self.send_response(self.server.status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def stream(self, tokens: int, usage: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for number in range(tokens):
+            time.sleep(GAP_S if number else FIRST_S)
+            self.chunk(json.dumps({"choices": [{"text": " é"}]}, ensure_ascii=False))
+        if not self.server.cut:
+            self.chunk(json.dumps({"choices": [], "usage": usage}))
+            self.chunk("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def chunk(self, data: str) -> None:
+        content = f"data: {data}\n\n".encode()
+        self.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
+        self.wfile.flush()
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as found:
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
+        yield found
+        found.shutdown()
+
+
+def bench(server: Server, *arguments: str) -> dict[str, Any]:
+    done = run("bench", "--url", server.url, "--json", *arguments)
+    assert done.code == 0, done.err
+    (result,) = json.loads(done.out)
+    return dict(result)
+
+
+def test_latencies_and_throughput_are_those_of_the_server(server: Server) -> None:
+    result = bench(server, "-n", "8", "-c", "4", "--output-tokens", "6")
+    assert (result["ok"], result["output_tokens"], result["prompt_tokens"], result["cached_tokens"]) == (8, 48, 80, 32)
+    assert FIRST_S <= result["ttft"]["p50"] < FIRST_S + 0.1
+    assert GAP_S <= result["itl"]["p50"] < GAP_S + 0.02
+    assert result["e2e"]["p50"] >= FIRST_S + 5 * GAP_S
+    assert result["output_tokens_per_s"] == pytest.approx(48 / result["seconds"])
+    assert result["tokens_per_s"] == pytest.approx(128 / result["seconds"])
+    assert server.most_at_once == 4
+
+
+def test_requests_are_as_asked_for(server: Server) -> None:
+    bench(server, "-n", "3", "--output-tokens", "2", "--extra", '{"top_k": 5, "ignore_eos": null}', "--model", "other")
+    for body in server.measured:
+        assert body.pop("prompt").count(" ") == 127
+        assert body == {
+            "model": "other",
+            "max_tokens": 2,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "top_k": 5,
+        }
+
+
+def test_the_seed_makes_the_prompts(server: Server) -> None:
+    def prompts(*arguments: str) -> set[str]:
+        server.bodies.clear()
+        bench(server, "-n", "3", "--output-tokens", "1", *arguments)
+        return {body["prompt"] for body in server.measured}
+
+    assert prompts("--seed", "1") == prompts("--seed", "1")
+    assert not prompts("--seed", "1") & prompts("--seed", "2")
+
+
+def test_a_shared_prefix_is_the_same_words_in_all() -> None:
+    prompts = [prompt.split() for prompt in Load(requests=5, input_words=40, shared=0.75).prompts()]
+    assert {len(prompt) for prompt in prompts} == {40}
+    assert len({tuple(prompt[:30]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[30:]) for prompt in prompts}) == 5
+
+
+def test_the_suite_is_what_the_figures_are_quoted_of() -> None:
+    shapes = [(load.requests, load.concurrency, load.input_words, load.output_tokens) for load in SUITE]
+    assert shapes == [(4, 1, 128, 128), (48, 16, 256, 128), (64, 64, 128, 64), (32, 8, 1056, 32), (8, 2, 2048, 8)]
+    w4 = [prompt.split() for prompt in SUITE[3].prompts()]
+    assert len({tuple(prompt[:1024]) for prompt in w4}) == 1
+    assert len({prompt[1024] for prompt in w4}) > 1
+
+
+def test_a_rate_starts_requests_whatever_is_under_way(server: Server) -> None:
+    result = bench(server, "-n", "20", "--rate", "200", "--output-tokens", "10")
+    assert server.most_at_once > 8  # each takes 0.26 s, and they come within about 0.1 s
+    assert result["ok"] == 20
+
+
+def test_without_streams_there_is_no_ttft(server: Server) -> None:
+    result = bench(server, "-n", "2", "--no-stream", "--output-tokens", "5")
+    assert result["output_tokens"] == 10
+    assert result["ttft"]["p50"] is None
+    assert result["e2e"]["p50"] > 0
+
+
+def test_errors_are_counted_and_fail_the_command(server: Server) -> None:
+    server.status = 503
+    done = run("bench", "--url", server.url, "-n", "3", "--model", "m")
+    assert done.code == 1
+    assert "3 requests failed: HTTP 503" in done.err
+    server.status, server.cut = 200, True
+    done = run("bench", "--url", server.url, "-n", "1", "--output-tokens", "1")
+    assert done.code == 1
+    assert "ended before [DONE]" in done.err
+
+
+def test_a_server_that_is_not_there() -> None:
+    assert run("bench", "--url", "http://127.0.0.1:1", "-n", "1").code == 69
+    done = run("bench", "--url", "http://127.0.0.1:1", "-n", "1", "--model", "m")
+    assert done.code == 1
+    assert "cannot connect to 127.0.0.1:1" in done.err
+
+
+def test_extra_must_be_an_object(server: Server) -> None:
+    assert run("bench", "--url", server.url, "--extra", "[1]").code == 2
+    assert run("bench", "--url", server.url, "--extra", "{").code == 2
+
+
+def test_the_table_names_the_loads(server: Server) -> None:
+    done = run("bench", "--url", server.url, "-n", "2", "--output-tokens", "2")
+    header, row = done.out.splitlines()
+    assert header.startswith("LOAD")
+    assert row.startswith("bench")
+    assert row.split()[1] == "2"
+    assert row.split()[5] == "40%"  # cached
+
+
+def test_quantiles_are_values_that_occurred() -> None:
+    found = quantiles([float(value) for value in range(1, 101)])
+    assert (found.p50, found.p95, found.p99) == (50.0, 95.0, 99.0)
+    assert quantiles([7.0]).p99 == 7.0
+    assert quantiles([]).p50 is None
+
+
+def test_a_request_that_failed_counts_in_nothing_else() -> None:
+    good = Answer(ttft_s=1.0, last_s=2.0, e2e_s=2.0, output_tokens=11, prompt_tokens=5)
+    result = count(Load(), [good, Answer(error="HTTP 500"), Answer(error="HTTP 500")], seconds=2.0, cpu_s=1.0)
+    assert (result.ok, result.errors) == (1, {"HTTP 500": 2})
+    assert (result.requests_per_s, result.output_tokens_per_s, result.cpu_share) == (0.5, 5.5, 0.5)
+    assert result.itl.p50 == pytest.approx(0.1)
