@@ -93,16 +93,17 @@ class _DataUnpickler(pickle.Unpickler):
 # allocates what it names, EXT consults a registry. The walk is a regular expression over runs of short opcodes, because
 # a loop in Python would cost more than the unpickling. The opcodes are described in CPython's Lib/pickletools.py.
 _COUNTED = b"(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + b")"
-_OPCODES_PER_RUN = 128
-_MAX_RUNS = 8192
-"""A frame has at most 2**20 opcodes: each makes up to some hundred bytes of objects out of one byte of frame."""
+_MAX_OPCODES = 1 << 20
+"""In a frame: an opcode of one byte makes up to some hundred bytes of objects."""
+_RUN_OPCODES = 256
 _RUN = re.compile(
-    b"(?:"
-    rb"[\x94N\x88\x89(t\x85\x86\x87)e\]}us]"  # MEMOIZE, None, booleans; tuples, lists, dicts
-    rb"|K.|M..|J....|G.{8}|\x8a" + _COUNTED +  # integers and floats
+    b"(?:"  # the commonest first, and those without an argument together
+    rb"[Kh]."  # integers below 256, memoized objects
+    rb"|[\x94N\x88\x89(t\x85\x86\x87)e\]}usa]{1,4}+"  # MEMOIZE, None, booleans, tuples, lists, dicts
     rb"|\x8c" + _COUNTED + b"|C" + _COUNTED +  # str and bytes below 256 bytes
-    rb"|h.|j....|\x95.{8}|a"  # memoized objects; FRAME; the last item of a list
-    b"){0,%d}+" % _OPCODES_PER_RUN,
+    rb"|G.{8}|M..|[Jj]....|\x8a" + _COUNTED +  # floats, other integers, memoized objects
+    rb"|\x95.{8}"  # FRAME
+    b"){0,%d}+" % (_RUN_OPCODES // 4),
     re.DOTALL,
 )  # fmt: skip
 
@@ -111,13 +112,17 @@ def _check_opcodes(frame: bytes) -> None:
     """Raises WireError unless the frame is one whole pickle of plain data of a bounded number of objects."""
     if not frame.startswith(b"\x80\x05"):
         raise WireError("a frame does not begin like a pickle of protocol 5")
-    position = 2
-    for _ in range(_MAX_RUNS):
+    position, left = 2, _MAX_OPCODES
+    while left > 0:
         run = _RUN.match(frame, position)
         start, position = position, run.end() if run else position
+        left -= min(position - start, _RUN_OPCODES)
         opcode = frame[position : position + 1]
-        if opcode in (b"X", b"B") and position + 5 < len(frame):  # str and bytes with a length of four bytes
-            position += 5 + int.from_bytes(frame[position + 1 : position + 5], "little")
+        if opcode == b"X" or opcode == b"B":  # str and bytes from 256 bytes on
+            length = int.from_bytes(frame[position + 1 : position + 5], "little")
+            position += 5 + length
+            if length < 256 or position >= len(frame):
+                raise WireError("a frame holds a length that is not right")
         elif opcode == b"." and position == len(frame) - 1:
             return
         elif position == start:

@@ -62,6 +62,8 @@ def bad_pickles(canary: str) -> dict[str, bytes]:
         "BYTEARRAY8 of 1 TiB": PROTO + b"\x96" + struct.pack("<Q", 1 << 40) + b"x.",
         "BINBYTES of 4 GiB": PROTO + b"B\xff\xff\xff\xff" + b"x.",
         "BINUNICODE of 4 GiB": PROTO + b"X\xff\xff\xff\xff" + b"x.",
+        "a long form of a short text": PROTO + b"X\x01\0\0\0x.",
+        "a million empty texts": PROTO + b"(" + b"X\0\0\0\0" * 1_000_000 + b"t.",
         "FRAME of 1 TiB": PROTO + b"\x95" + struct.pack("<Q", 1 << 40) + b"N.",
         "FRAME of a negative size": PROTO + b"\x95" + struct.pack("<q", -1) + b"N.",
         "LONG_BINPUT at the end of a table of 64 GiB": PROTO + b"Nr\xff\xff\xff\xff.",
@@ -103,14 +105,28 @@ def bad_pickles(canary: str) -> dict[str, bytes]:
 
 
 def zmtp_connection(address: str, socket_type: bytes) -> socket.socket:
-    """A connection that has introduced itself as a ZeroMQ socket of a type (ZMTP 3.0, ZeroMQ RFC 23)."""
+    """A connection that has introduced itself as a ZeroMQ socket of a type, and has been let in (ZeroMQ RFC 23).
+
+    Raises ConnectionError when it was not let in.
+    """
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(10.0)
     connection.connect(address.removeprefix("ipc://"))
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type
     connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    received = b""
+    while len(received) < 66 or len(received) < 66 + received[65]:  # the greeting, and the READY with its length
+        data = connection.recv(1024)
+        if not data:
+            connection.close()
+            raise ConnectionAbortedError("the other end has closed the connection")
+        received += data
     return connection
+
+
+def one_frame(frame: bytes) -> Iterator[bytes]:
+    yield b"\x02" + struct.pack(">Q", len(frame)) + frame
 
 
 def send_all(connection: socket.socket, chunks: Iterator[bytes]) -> bool:

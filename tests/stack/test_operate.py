@@ -1,0 +1,402 @@
+"""The operators' verbs against a real instance under load, over its RPC socket: what clients see of them."""
+
+import shutil
+import signal
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import make_tiny
+from instances import LLMSERVE, RunningInstance, environment_for, launched, wait_until
+from llmserve.runtime.client import RpcCallError, RpcClient
+from llmserve.runtime.messages import (
+    PROTOCOL_VERSION,
+    AbortReqInput,
+    AbortReqOutput,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GetLoadReqInput,
+    GetStatusReqInput,
+    ListRequestsReqInput,
+    PauseGenerationReqInput,
+    PingReqInput,
+    RpcEnvelope,
+    UpdateWeightReqInput,
+)
+from llmserve.runtime.wire import Dealer, encode
+
+PATIENCE_S = 30.0
+"""Steps are slow on a machine that has other work."""
+PROMPT = "Once upon a time there was a server that served"
+
+
+class Operated:
+    """An instance, its RPC, and requests to it with rids of the test's choice."""
+
+    def __init__(self, instance: RunningInstance):
+        self.instance = instance
+        self.address = f"ipc://{instance.directory}/rpc.sock"
+        self.rpc = RpcClient(self.address, PATIENCE_S)
+        self._http = instance.client(timeout=PATIENCE_S)
+        self._threads = ThreadPoolExecutor(16)
+
+    def generate(self, rid: str, tokens: int, text: str = PROMPT, **fields: Any) -> "Future[httpx.Response]":
+        params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = {"rid": rid, "text": text, "sampling_params": params, **fields}
+        return self._threads.submit(self._http.post, "/generate", json=body)
+
+    def start(self, *rids: str, tokens: int = 14_000) -> "dict[str, Future[httpx.Response]]":
+        """Long requests, all under way when it returns."""
+        answers = {rid: self.generate(rid, tokens, f"{rid} {PROMPT}") for rid in rids}
+        wait_until(lambda: set(rids) <= self.running(), PATIENCE_S, "the requests to run")
+        return answers
+
+    def running(self) -> set[str]:
+        return {info.rid for info in self.rpc.call(ListRequestsReqInput()).requests if info.state == "decode"}
+
+    def text(self, tokens: int = 12) -> str:
+        """What the prompt continues with; tells the weights that serve."""
+        answer = self.generate(f"text-{time.monotonic_ns()}", tokens).result(PATIENCE_S)
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["text"]
+        return text
+
+    def cached_tokens(self) -> int:
+        answer = self.generate(f"cached-{time.monotonic_ns()}", 1).result(PATIENCE_S).json()
+        cached: int = answer["meta_info"]["cached_tokens"]
+        return cached
+
+    def flush_refusal(self) -> str:
+        """Why the cache cannot be flushed now; empty when it has been."""
+        try:
+            self.rpc.call(FlushCacheReqInput())
+        except RpcCallError as error:
+            return error.message
+        return ""
+
+    def used(self) -> int:
+        return self.rpc.call(GetLoadReqInput()).kv_tokens_used
+
+    def clear(self) -> None:
+        """Ends whatever a failed test has left."""
+        self.rpc.call(ContinueGenerationReqInput())
+        self.rpc.call(AbortReqInput(everything=True))
+
+
+def finish(answer: "Future[httpx.Response]") -> str:
+    response = answer.result(PATIENCE_S)
+    assert response.status_code == 200, response.text
+    reason: str = response.json()["meta_info"]["finish_reason"]["type"]
+    return reason
+
+
+@pytest.fixture(scope="module")
+def instance(runtime_root: Path, long_model: Path) -> Iterator[RunningInstance]:
+    options = ("--max-running-requests", "4", "--max-total-tokens", "65536")
+    with launched(runtime_root, "operated", str(long_model), *options) as instance:
+        yield instance
+
+
+@pytest.fixture
+def operated(instance: RunningInstance) -> Iterator[Operated]:
+    operated = Operated(instance)
+    operated.clear()
+    yield operated
+    operated.clear()
+    operated.rpc.close()
+
+
+# ---- abort ---------------------------------------------------------------------------------------------------------
+
+
+def test_abort_of_running_queued_finished_and_unknown(operated: Operated) -> None:
+    assert finish(operated.generate("finished", 3)) == "length"
+    answers = operated.start("1", "10", "other", "last")
+    queued = operated.generate("queued", 10)
+    wait_until(lambda: operated.rpc.call(GetLoadReqInput()).waiting, PATIENCE_S, "one to wait")
+    assert operated.rpc.call(AbortReqInput(rids=("queued", "finished", "unknown"))) == AbortReqOutput(
+        aborted=("queued",), not_found=("finished", "unknown")
+    )
+    assert queued.result(PATIENCE_S).json()["meta_info"]["completion_tokens"] == 0
+    assert operated.rpc.call(AbortReqInput(rids=("1",))) == AbortReqOutput(aborted=("1",))
+    assert operated.rpc.call(AbortReqInput(rids=("1", ""))) == AbortReqOutput(aborted=(), not_found=("1", ""))
+    assert operated.running() == {"10", "other", "last"}
+    assert operated.rpc.call(AbortReqInput(prefix="1")) == AbortReqOutput(aborted=("10",))
+    assert operated.running() == {"other", "last"}
+    assert [finish(answer) for answer in (queued, answers["1"], answers["10"])] == ["abort"] * 3
+
+
+def test_abort_of_everything_under_load_answers_when_the_memory_is_back(operated: Operated) -> None:
+    answers = operated.start("a", "b", "c", "d")
+    answers |= {f"more{i}": operated.generate(f"more{i}", 100) for i in range(8)}
+    wait_until(lambda: operated.rpc.call(GetLoadReqInput()).waiting == 8, PATIENCE_S, "eight to wait")
+    assert set(operated.rpc.call(AbortReqInput(everything=True)).aborted) == set(answers)
+    assert operated.used() == 0
+    assert {finish(answer) for answer in answers.values()} == {"abort"}
+    assert operated.text()
+
+
+# ---- flush and pause -----------------------------------------------------------------------------------------------
+
+
+def test_a_flush_is_seen_in_cached_tokens(operated: Operated) -> None:
+    operated.cached_tokens()
+    assert operated.cached_tokens() > 0
+    assert operated.rpc.call(FlushCacheReqInput()).pages_freed > 0
+    assert operated.cached_tokens() == 0
+
+
+def test_a_flush_while_busy_is_refused_or_waits_and_a_second_is_refused_meanwhile(operated: Operated) -> None:
+    answers = operated.start("a", "b")
+    with pytest.raises(RpcCallError, match="2 running, 0 waiting") as refused:
+        operated.rpc.call(FlushCacheReqInput())
+    assert refused.value.exit_code == 75
+    with ThreadPoolExecutor(1) as thread, RpcClient(operated.address, PATIENCE_S) as other:
+        waiting = thread.submit(other.call, FlushCacheReqInput(wait_s=PATIENCE_S))
+        wait_until(lambda: "under way" in operated.flush_refusal(), PATIENCE_S, "a second flush to be refused")
+        operated.rpc.call(AbortReqInput(rids=("a", "b")))
+        assert waiting.result(PATIENCE_S).pages_freed > 0
+    assert {finish(answer) for answer in answers.values()} == {"abort"}
+
+
+def test_a_flush_that_aborts(operated: Operated) -> None:
+    answers = operated.start("a", "b")
+    assert set(operated.rpc.call(FlushCacheReqInput(abort=True)).aborted) == {"a", "b"}
+    assert {finish(answer) for answer in answers.values()} == {"abort"}
+    assert operated.rpc.call(GetLoadReqInput()).kv_tokens_cached == 0
+
+
+def test_a_pause_that_retracts_frees_the_memory_and_loses_no_token(operated: Operated) -> None:
+    alone = operated.generate("alone", 16).result(PATIENCE_S).json()["text"]
+    answers = [operated.generate(f"r{i}", 16) for i in range(4)]
+    wait_until(operated.running, PATIENCE_S, "the requests to run")
+    operated.rpc.call(PauseGenerationReqInput(mode="retract"))
+    assert operated.used() == 0
+    operated.rpc.call(FlushCacheReqInput())
+    assert httpx.get(f"{operated.instance.url}/health").status_code == 200
+    step = operated.rpc.call(PingReqInput()).step
+    late = operated.generate("late", 16)
+    time.sleep(0.3)
+    assert operated.rpc.call(PingReqInput()).step == step
+    operated.rpc.call(ContinueGenerationReqInput())
+    for answer in [*answers, late]:
+        assert answer.result(PATIENCE_S).json()["text"] == alone
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def changed(model: Path, directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Iterator[Path]:
+    """A copy of a checkpoint with its tensors changed."""
+    shutil.copytree(model, directory)
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    yield directory
+
+
+def flip_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"].neg_()
+
+
+def test_a_swap_under_load_changes_the_text_and_fails_no_request(
+    operated: Operated, long_model: Path, tmp_path: Path
+) -> None:
+    before, version = operated.text(), operated.rpc.call(GetStatusReqInput()).weight_version
+    with changed(long_model, tmp_path / "other", flip_head) as other:
+        load = [operated.generate(f"load{i}", 30) for i in range(6)]
+        wait_until(operated.running, PATIENCE_S, "the load to run")
+        answer = operated.rpc.call(UpdateWeightReqInput(model_path=str(other)))
+        assert (answer.old_version, answer.new_version) == (version, version + 1)
+        assert [finish(each) for each in load] == ["length"] * 6
+        after = operated.text()
+        assert after != before
+        status = operated.rpc.call(GetStatusReqInput())
+        assert (status.weight_version, status.model) == (version + 1, str(other))
+        operated.cached_tokens()
+        assert operated.cached_tokens() > 0
+        operated.rpc.call(UpdateWeightReqInput(model_path=str(long_model), mode="drain"))
+        assert operated.cached_tokens() == 0  # nothing that the other weights computed is used
+        assert operated.text() == before
+
+
+def wrong_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(7)
+
+
+def not_finite(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"][3] = float("nan")
+
+
+def one_missing(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["lm_head.weight"]
+
+
+def one_too_many(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.9.mlp.down_proj.weight"] = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (wrong_shape, "model.norm.weight"),
+        (not_finite, "not finite"),
+        (one_missing, "lm_head.weight: missing"),
+        (one_too_many, "layers.9"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(
+    operated: Operated,
+    long_model: Path,
+    tmp_path: Path,
+    change: Callable[[dict[str, torch.Tensor]], None],
+    says: str,
+) -> None:
+    before = operated.text(), operated.rpc.call(GetStatusReqInput()).weight_version
+    with changed(long_model, tmp_path / "bad", change) as bad, pytest.raises(RpcCallError, match=says):
+        operated.rpc.call(UpdateWeightReqInput(model_path=str(bad)))
+    assert (operated.text(), operated.rpc.call(GetStatusReqInput()).weight_version) == before
+
+
+def cut_short(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def only_a_pickle(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def a_link_out(directory: Path) -> None:
+    outside = directory.parent / "outside.safetensors"
+    (directory / "model.safetensors").rename(outside)
+    (directory / "model.safetensors").symlink_to(outside)
+
+
+def an_index_out(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory.parent / "outside.safetensors")
+    index = '{"weight_map": {"lm_head.weight": "../outside.safetensors"}}'
+    (directory / "model.safetensors.index.json").write_text(index)
+
+
+def another_model(directory: Path) -> None:
+    shutil.rmtree(directory)
+    make_tiny(directory, "qwen3", max_position_embeddings=16384)
+
+
+def another_tokenizer(directory: Path) -> None:
+    file = directory / "tokenizer.json"
+    file.write_text(file.read_text().replace('"<|im_end|>"', '"<|the_end|>"'))
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_short, only_a_pickle, a_link_out, an_index_out, another_model, another_tokenizer, shutil.rmtree]
+)
+def test_a_damaged_or_foreign_checkpoint_changes_nothing(
+    operated: Operated, long_model: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    before = operated.text(), operated.rpc.call(GetStatusReqInput()).weight_version
+    bad = Path(shutil.copytree(long_model, tmp_path / "model"))
+    damage(bad)
+    with pytest.raises(RpcCallError) as refused:
+        operated.rpc.call(UpdateWeightReqInput(model_path=str(bad)))
+    assert refused.value.code == "failed"
+    assert (operated.text(), operated.rpc.call(GetStatusReqInput()).weight_version) == before
+
+
+def test_a_killed_update_leaves_the_old_weights_or_the_new_ones(
+    operated: Operated, long_model: Path, tmp_path: Path
+) -> None:
+    old = operated.text()
+    with changed(long_model, tmp_path / "other", flip_head) as other:
+        operated.rpc.call(UpdateWeightReqInput(model_path=str(other)))
+        new = operated.text()
+        operated.rpc.call(UpdateWeightReqInput(model_path=str(long_model)))
+        answers = operated.start("a", "b")
+        for delay in (0.0, 0.02, 0.1):
+            command = [LLMSERVE, "update-weights", str(other), "--instance", "operated"]
+            client = subprocess.Popen(command, env=environment_for(operated.instance.root), stdout=subprocess.DEVNULL)
+            wait_until(
+                lambda client=client: client.poll() is not None or "update" in operated.flush_refusal(), 30, "a call"
+            )
+            time.sleep(delay)
+            client.send_signal(signal.SIGKILL)
+            client.wait()
+            wait_until(lambda: "update" not in operated.flush_refusal(), PATIENCE_S, "the end of the update")
+            serves = operated.rpc.call(GetStatusReqInput()).model
+            assert operated.text() == (new if serves == str(other) else old)
+        assert operated.running() == {"a", "b"}
+        operated.rpc.call(AbortReqInput(everything=True))
+        assert {finish(answer) for answer in answers.values()} == {"abort"}
+        operated.rpc.call(UpdateWeightReqInput(model_path=str(long_model)))
+    assert operated.text() == old
+
+
+# ---- clients that ask too much, or do not listen -------------------------------------------------------------------
+
+
+def seconds_to_generate(operated: Operated, tokens: int) -> float:
+    began = time.monotonic()
+    assert finish(operated.generate(f"timed-{began}", tokens)) == "length"
+    return time.monotonic() - began
+
+
+def test_a_flood_of_calls_slows_nobody_down_much(operated: Operated) -> None:
+    tokens = 20
+    quiet_s = statistics.median(seconds_to_generate(operated, tokens) for _ in range(3))
+    ended = threading.Event()
+    sent = 0
+
+    def flood() -> None:
+        nonlocal sent
+        dealer = Dealer(operated.address)
+        envelope = RpcEnvelope(
+            protocol=PROTOCOL_VERSION, call_id="flood", timeout_s=10.0, body=encode(ListRequestsReqInput())
+        )
+        while not ended.is_set():
+            for _ in range(100):
+                sent += dealer.send(envelope)
+            while dealer.recv(0.0) is not None:
+                pass
+            time.sleep(0.01)
+        dealer.close()
+
+    flooder = threading.Thread(target=flood)
+    flooder.start()
+    flooded_s = statistics.median(seconds_to_generate(operated, tokens) for _ in range(3))
+    with RpcClient(operated.address, PATIENCE_S) as other:
+        assert other.call(PingReqInput()).state == "ready"
+    ended.set()
+    flooder.join()
+    assert sent > 300
+    # Without a budget, up to a thousand calls a step would take ten times as long.
+    assert flooded_s < 3 * quiet_s + 1.0
+
+
+def test_a_client_that_never_reads_takes_no_memory_and_no_time(operated: Operated) -> None:
+    scheduler = operated.instance.child("scheduler")
+    dealer = Dealer(operated.address)
+    envelope = RpcEnvelope(protocol=PROTOCOL_VERSION, call_id="deaf", timeout_s=10.0, body=encode(GetStatusReqInput()))
+    before = scheduler.memory_info().rss
+    sent = 0
+    ends_at = time.monotonic() + 5
+    while sent < 1500 and time.monotonic() < ends_at:
+        sent += dealer.send(envelope)
+        time.sleep(0.001)
+    assert sent > 300
+    assert operated.text()
+    assert operated.rpc.call(PingReqInput()).state == "ready"
+    assert scheduler.memory_info().rss - before < 30 << 20
+    dealer.close()
