@@ -24,8 +24,11 @@ class Source(Protocol):
 
     tensors: dict[str, TensorInfo]
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, in a floating dtype. Raises ConfigError when the file is damaged."""
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The whole tensor on the CPU, in its own floating dtype or, where it has none, in `dtype`.
+
+        Raises ConfigError when the file is damaged.
+        """
         ...
 
 
@@ -57,7 +60,7 @@ class SafetensorsSource:
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from error
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
         try:
             tensor: Tensor = self._files[name].get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -120,11 +123,11 @@ class GgufSource:
                 )
             self.tensors[name] = TensorInfo(tensor.shape, f"GGML type {tensor.ggml_type}", nbytes)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor, nbytes = self._entries[name], self.tensors[name].nbytes
         data = np.fromfile(self._path, dtype=np.uint8, count=nbytes, offset=tensor.offset)
         if len(data) != nbytes:
             raise ConfigError(f"{self._path} was cut short while it was read")
-        values = self._dequantize(torch.from_numpy(data), tensor)
+        values = self._dequantize(torch.from_numpy(data), tensor, dtype)
         heads = self._config.num_heads, self._config.num_kv_heads
         return self._undo(values, tensor.name, self._architecture, *heads)

@@ -127,7 +127,7 @@ def _load(source: Source, steps: list[_Step], progress: Progress, finite: bool =
     """Stages tensor after tensor and yields each slot that has been filled."""
     done, total = 0, sum(step.nbytes for step in steps)
     for step in steps:
-        tensor = source.read(step.name)
+        tensor = source.read(step.name, step.slots[0].weight.dtype)
         if finite and not torch.isfinite(tensor).all():
             raise ConfigError(f"tensor {step.name!r} has values that are not finite")
         rows = [slot.shape[0] for slot in step.slots]

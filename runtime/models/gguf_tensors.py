@@ -22,6 +22,11 @@ _PLAIN = {
 }
 
 
+_PART = 1 << 15
+"""Values that are dequantized at once: they stay in the cache, and torch does not share such small work among threads,
+which on a busy machine would wait for each other at each of the many operations."""
+
+
 def nbytes(tensor: GgufTensor) -> int:
     """The bytes that a tensor takes in the file. Raises ConfigError for an unknown or impossible format."""
     try:
@@ -33,14 +38,18 @@ def nbytes(tensor: GgufTensor) -> int:
     return prod(tensor.shape) // block * size
 
 
-def dequantize(data: Tensor, tensor: GgufTensor) -> Tensor:
-    """The values [*tensor.shape] of a tensor's bytes (uint8): float32, or the file's own type where that is plain."""
+def dequantize(data: Tensor, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
+    """The values [*tensor.shape] of a tensor's bytes (uint8), in `dtype`; plain numbers stay what they are."""
     kind = GGMLQuantizationType(tensor.ggml_type)
     if kind in _PLAIN:
         return data.view(_PLAIN[kind]).reshape(tensor.shape)
     block, size = GGML_QUANT_SIZES[kind]
     if kind in _KERNELS:
-        return _KERNELS[kind](data.reshape(-1, size)).reshape(tensor.shape)
+        count = _PART // block
+        values = torch.empty(len(data) // size, block, dtype=dtype)
+        for part, blocks in zip(torch.split(values, count), torch.split(data.view(-1, size), count), strict=True):
+            part.copy_(_KERNELS[kind](blocks).view(-1, block))
+        return values.view(tensor.shape)
     rows = data.reshape(*tensor.shape[:-1], tensor.shape[-1] // block * size).numpy()
     try:
         return torch.from_numpy(quants.dequantize(rows, kind)).reshape(tensor.shape)

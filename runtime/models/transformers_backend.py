@@ -105,7 +105,7 @@ class TransformersSource:
             for name, tensor in self._values.items()
         }
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._values[name]
 
 

@@ -62,14 +62,14 @@ def test_dequantization_equals_the_gguf_package(name: str) -> None:
         blocks[:, offset : offset + 2] = random.normal(size=(12, 1)).astype(np.float16).view(np.uint8)
     tensor = GgufTensor("w", (4, 3 * block), kind, 0)
     expected = gguf.quants.dequantize(blocks.reshape(4, 3 * size), kind)
-    assert np.array_equal(dequantize(torch.from_numpy(blocks.ravel()), tensor).numpy(), expected)
+    assert np.array_equal(dequantize(torch.from_numpy(blocks.ravel()), tensor, torch.float32).numpy(), expected)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
 def test_plain_types_stay_what_they_are(name: str, dtype: torch.dtype) -> None:
     values = torch.randn(3, 8).to(dtype)
     tensor = GgufTensor("w", (3, 8), GGMLQuantizationType[name], 0)
-    assert torch.equal(dequantize(values.flatten().view(torch.uint8), tensor), values)
+    assert torch.equal(dequantize(values.flatten().view(torch.uint8), tensor, torch.float32), values)
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
