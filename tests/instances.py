@@ -41,6 +41,11 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str | Call
         time.sleep(0.02)
 
 
+def fair(seconds: float) -> float:
+    """A limit on speed that is `seconds` on an idle machine, and more in proportion where others have the cores."""
+    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 def run_cli(root: Path, *arguments: str, seconds: float = 30, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs `llmserve ARGUMENTS` to its end, off a terminal."""
     return subprocess.run(

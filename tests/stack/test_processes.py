@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from instances import RunningInstance, launched, run_cli
+from instances import RunningInstance, fair, launched, run_cli
 
 API_KEY, ADMIN_KEY = "sk-api-4711", "sk-admin-0815"
 MIB = 2**20
@@ -37,7 +37,7 @@ def test_children_are_in_groups_of_their_own(server: RunningInstance) -> None:
 def test_a_second_launch_under_the_name_is_refused(server: RunningInstance, tiny_model: Path) -> None:
     began = time.monotonic()
     second = run_cli(server.root, "launch", str(tiny_model), "--name", server.name, "--port", "0")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < fair(2)
     assert second.returncode == 1
     assert f'instance "{server.name}" is running (pid {server.process.pid}' in second.stderr.splitlines()[-1]
     assert httpx.get(f"{server.url}/health").status_code == 200
@@ -49,7 +49,7 @@ def test_a_port_in_use_is_found_at_once(server: RunningInstance, own_root: Path,
     port = server.record["port"]
     began = time.monotonic()
     second = run_cli(server.root, "launch", str(tiny_model), "--name", "other", "--port", str(port))
-    assert time.monotonic() - began < 1.5, "a second, and what Python takes to start"
+    assert time.monotonic() - began < fair(1.5), "a second, and what Python takes to start"
     assert second.returncode == 78
     prefix = f'llmserve: port {port} is in use by pid {server.process.pid} (llmserve "{server.name}"); try --port '
     assert second.stderr.startswith(prefix)
@@ -91,7 +91,7 @@ def test_a_directory_that_is_not_private_is_refused(
         root.touch()
     began = time.monotonic()
     refused = run_cli(own_root, "launch", str(tiny_model), "--port", "0")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < fair(2)
     assert refused.returncode == 77
     assert str(root) in refused.stderr
     assert not list(tmp_path.iterdir())
@@ -140,7 +140,7 @@ def test_the_default_model_starts_fast_and_small(own_root: Path, tmp_path: Path)
     for limit in (10, 5):
         began = time.monotonic()
         with launched(own_root, "fresh", "--max-total-tokens", "1024", XDG_CACHE_HOME=str(tmp_path)) as instance:
-            assert time.monotonic() - began < limit
+            assert time.monotonic() - began < fair(limit)
             request = {"prompt": "The capital of France is", "max_tokens": 32, "n": 8}
             assert instance.client().post("/v1/completions", json=request).status_code == 200
             main, scheduler, detokenizer = (
