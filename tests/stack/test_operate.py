@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_tiny
 from instances import LLMSERVE, RunningInstance, environment_for, launched, wait_until
-from llmserve.runtime.client import RpcCallError, RpcClient
+from llmserve.runtime.client import MetricsWatch, RpcCallError, RpcClient
+from llmserve.runtime.instance import find_instance
 from llmserve.runtime.messages import (
     PROTOCOL_VERSION,
     AbortReqInput,
@@ -28,10 +29,12 @@ from llmserve.runtime.messages import (
     FlushCacheReqInput,
     GetLoadReqInput,
     GetStatusReqInput,
+    HttpMetrics,
     ListRequestsReqInput,
     PauseGenerationReqInput,
     PingReqInput,
     RpcEnvelope,
+    SchedulerMetrics,
     UpdateWeightReqInput,
 )
 from llmserve.runtime.wire import Dealer, encode
@@ -216,11 +219,14 @@ def test_a_swap_under_load_changes_the_text_and_fails_no_request(
 ) -> None:
     before, version = operated.text(), operated.rpc.call(GetStatusReqInput()).weight_version
     with changed(long_model, tmp_path / "other", flip_head) as other:
+        long = operated.start("a", "b")
         load = [operated.generate(f"load{i}", 30) for i in range(6)]
-        wait_until(operated.running, PATIENCE_S, "the load to run")
         answer = operated.rpc.call(UpdateWeightReqInput(model_path=str(other)))
         assert (answer.old_version, answer.new_version) == (version, version + 1)
         assert [finish(each) for each in load] == ["length"] * 6
+        assert {"a", "b"} <= operated.running()
+        operated.rpc.call(AbortReqInput(rids=("a", "b")))
+        assert {finish(each) for each in long.values()} == {"abort"}
         after = operated.text()
         assert after != before
         status = operated.rpc.call(GetStatusReqInput())
@@ -400,3 +406,25 @@ def test_a_client_that_never_reads_takes_no_memory_and_no_time(operated: Operate
     assert operated.rpc.call(PingReqInput()).state == "ready"
     assert scheduler.memory_info().rss - before < 30 << 20
     dealer.close()
+
+
+def test_watchers_hear_of_the_scheduler_and_the_front_and_a_deaf_one_delays_nobody(
+    operated: Operated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(operated.instance.root))
+    record = find_instance("operated")
+    deaf, watch = MetricsWatch(record), MetricsWatch(record)
+    answers = operated.start("watched")
+    wait_until(lambda: isinstance(watch.recv(1.0), HttpMetrics), PATIENCE_S, "metrics of the front")
+    heard: list[SchedulerMetrics] = []
+    while len(heard) < 3:
+        message = watch.recv(5.0)
+        if isinstance(message, SchedulerMetrics):
+            heard.append(message)
+    assert heard[0].steps_total < heard[1].steps_total < heard[2].steps_total
+    assert [info.rid for info in heard[2].requests] == ["watched"]
+    operated.rpc.call(AbortReqInput(everything=True))
+    assert finish(answers["watched"]) == "abort"
+    watch.close()
+    deaf.close()
+    assert not list(record.directory.glob("watch-*"))
