@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmserve.runtime.engine.weights import FUSED
-from llmserve.runtime.models.configs import parse_config
+from llmserve.runtime.models.hf_config import parse_config
 from llmserve.runtime.models.registry import build_model
 
 VOCAB_SIZE = 1000

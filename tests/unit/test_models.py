@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoints import FAMILIES, make_tiny
-from llmserve.runtime.models import configs
-from llmserve.runtime.models.configs import parse_config
+from llmserve.runtime.config import ConfigError
+from llmserve.runtime.models.configs import GenerationDefaults
+from llmserve.runtime.models.families import FAMILIES as KNOWN_FAMILIES
+from llmserve.runtime.models.hf_config import parse_config
 
 LENGTH = 70
 CHUNKS = (40, 20, 1, 1, 1, 7)
@@ -102,6 +104,13 @@ def test_longrope_takes_the_factors_of_the_longest_sequence_served(max_positions
     assert_equal_logits(tmp_path, max_positions)
 
 
+def test_yarn_serves_the_length_that_it_stretches_to(tmp_path: Path) -> None:
+    """Qwen 2.5's way to long contexts: max_position_embeddings stays the length that the model was trained with."""
+    config = {"model_type": "qwen2", "max_position_embeddings": 32}
+    assert parse_config(config).max_position_embeddings == 32
+    assert parse_config(config | {"rope_scaling": YARN}).max_position_embeddings == 128
+
+
 def test_dynamic_rope_is_plain_up_to_the_original_length(tmp_path: Path) -> None:
     assert_equal_logits(make_tiny(tmp_path, rope_scaling=DYNAMIC))
 
@@ -157,7 +166,7 @@ def test_multimodal_gemma3_serves_its_language_model(tmp_path: Path) -> None:
 # ---- configs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", KNOWN_FAMILIES)
 def test_defaults_are_those_of_transformers(family: str) -> None:
     """A config.json may leave out what equals the default of its class."""
     saved = AutoConfig.for_model(family).to_dict()
@@ -171,7 +180,7 @@ def test_attention_scale_and_stop_tokens(tmp_path: Path) -> None:
     assert parse_config(config).attention_scale == 0.125
     assert parse_config(config).eos_token_ids == (7,)
     assert parse_config(config, {"eos_token_id": [9, 8]}).eos_token_ids == (9, 8)
-    assert parse_config(config, {"temperature": 1, "top_k": 40}).generation == configs.GenerationDefaults(
+    assert parse_config(config, {"temperature": 1, "top_k": 40}).generation == GenerationDefaults(
         temperature=1.0, top_k=40
     )
 
@@ -181,6 +190,11 @@ def test_attention_scale_and_stop_tokens(tmp_path: Path) -> None:
     [
         ({}, "model_type"),
         ({"model_type": "llama", "hidden_size": "wide"}, "not usable"),
+        ({"model_type": "llama", "vocab_size": "wide"}, r"not usable: .*\$\.vocab_size"),
+        ({"model_type": "llama", "intermediate_size": 1.5}, r"not usable: .*\$\.intermediate_size"),
+        ({"model_type": "llama", "head_dim": 16, "hidden_size": 0}, r"not usable: .*\$\.hidden_size"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "not usable"),
+        ({"model_type": "llama", "num_hidden_layers": 10**9}, "asks for 1000000000 layers"),
         ({"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 4}, "6 attention heads"),
         (
             {"model_type": "t5", "is_encoder_decoder": True, "architectures": ["T5Model"]},
@@ -191,5 +205,5 @@ def test_attention_scale_and_stop_tokens(tmp_path: Path) -> None:
     ],
 )
 def test_config_that_cannot_be_served(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(configs.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         parse_config(config)

@@ -1,0 +1,338 @@
+"""The model families that decoder.py can be: how each reads its config.json, and the defaults of its config class.
+
+A family is a configuration of the one decoder, not a class of its own. The names are transformers' model types.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast, get_args
+
+import msgspec
+
+from llmserve.runtime.config import ConfigError
+from llmserve.runtime.layers.rope import RopeConfig, RopeType
+from llmserve.runtime.models.configs import LayerConfig
+
+Json = Mapping[str, Any]
+
+
+class Family(msgspec.Struct, frozen=True):
+    """`read` turns a config.json with the family's defaults filled in into the fields of ModelConfig that are its own.
+
+    It returns None when the model needs something that our decoder does not have.
+    """
+
+    read: Callable[[Json, Json], dict[str, Any] | None]
+    defaults: Json
+
+
+def _llama(config: Json, common: Json) -> dict[str, Any] | None:
+    rope = _one_rope(config, common)
+    if rope is None or config["hidden_act"] != "silu":
+        return None
+    window = config.get("sliding_window")
+    return {
+        "intermediate_size": config["intermediate_size"],
+        "layers": (LayerConfig(rope=rope, sliding_window=window),) * config["num_hidden_layers"],
+        "rms_norm_eps": config["rms_norm_eps"],
+        "qkv_bias": config.get("attention_bias", False),
+        "output_bias": config.get("attention_bias", False),
+        "mlp_bias": config.get("mlp_bias", False),
+        "attention_scale": common["head_dim"] ** -0.5,
+    }
+
+
+def _qwen(config: Json, common: Json) -> dict[str, Any] | None:
+    window = config["sliding_window"] if config["use_sliding_window"] else None
+    fields = _llama({**config, "sliding_window": None}, common)
+    if fields is None:
+        return None
+    rope = fields["layers"][0].rope
+    types = _layer_types(config, lambda i: window is not None and i >= config["max_window_layers"])
+    fields["layers"] = tuple(LayerConfig(rope=rope, sliding_window=window if sliding else None) for sliding in types)
+    if config["model_type"] == "qwen2":
+        return fields | {"qkv_bias": True, "output_bias": False}
+    return fields | {"qk_norm": "head"}
+
+
+def _smollm3(config: Json, common: Json) -> dict[str, Any] | None:
+    fields = _llama({**config, "sliding_window": None}, common)
+    if fields is None:
+        return None
+    rope, window = fields["layers"][0].rope, config["sliding_window"] if config["use_sliding_window"] else None
+    interval = config["no_rope_layer_interval"]
+    rotated = config["no_rope_layers"] or [(i + 1) % interval != 0 for i in range(config["num_hidden_layers"])]
+    types = _layer_types(config, lambda i: window is not None and not rotated[i])
+    fields["layers"] = tuple(
+        LayerConfig(rope=rope if rotated[i] else None, sliding_window=window if sliding else None)
+        for i, sliding in enumerate(types)
+    )
+    return fields
+
+
+def _granite(config: Json, common: Json) -> dict[str, Any] | None:
+    fields = _llama(config, common)
+    return fields and fields | {
+        "attention_scale": config["attention_multiplier"],
+        "embedding_multiplier": config["embedding_multiplier"],
+        "residual_multiplier": config["residual_multiplier"],
+        "logit_divisor": config["logits_scaling"],
+    }
+
+
+def _olmo2(config: Json, common: Json) -> dict[str, Any] | None:
+    fields = _llama(config, common)
+    return fields and fields | {"norm_style": "post", "qk_norm": "projection"}
+
+
+def _gemma(config: Json, common: Json) -> dict[str, Any] | None:
+    activation = config["hidden_activation"] or config.get("hidden_act")
+    ropes = _gemma_ropes(config, common)
+    if config.get("use_bidirectional_attention"):
+        raise ConfigError("this checkpoint attends in both directions, so it cannot generate text")
+    if activation not in ("gelu_pytorch_tanh", "gelu") or None in ropes.values():
+        return None
+    version = {"gemma": 1, "gemma2": 2, "gemma3_text": 3}[config["model_type"]]
+    scalar = common["head_dim"] if version == 1 else config["query_pre_attn_scalar"]
+    period = {1: 1, 2: 2, 3: config.get("sliding_window_pattern", 6)}[version]
+    types = _layer_types(config, lambda i: bool((i + 1) % period))
+    return {
+        "intermediate_size": config["intermediate_size"],
+        "layers": tuple(
+            LayerConfig(
+                rope=ropes["sliding_attention" if sliding else "full_attention"],
+                sliding_window=config["sliding_window"] if sliding else None,
+            )
+            for sliding in types
+        ),
+        "rms_norm_eps": config["rms_norm_eps"],
+        "norm_style": "pre" if version == 1 else "sandwich",
+        "norm_plus_one": True,
+        "qk_norm": "head" if version == 3 else "none",
+        "activation": "gelu_tanh",
+        "qkv_bias": config["attention_bias"],
+        "output_bias": config["attention_bias"],
+        "attention_scale": scalar**-0.5,
+        "attention_softcap": config.get("attn_logit_softcapping") if version == 2 else None,
+        "logit_softcap": config.get("final_logit_softcapping"),
+        "embedding_multiplier": common["hidden_size"] ** 0.5,
+    }
+
+
+def _gemma_ropes(config: Json, common: Json) -> dict[str, RopeConfig | None]:
+    """Gemma 3 rotates its sliding layers with another base; the older ones have one rotary embedding."""
+    parameters = config.get("rope_parameters") or {}
+    if config["model_type"] != "gemma3_text":
+        rope = _one_rope(config, common)
+        return {"sliding_attention": rope, "full_attention": rope}
+    full = {**(config.get("rope_scaling") or {}), **(parameters.get("full_attention") or {})}
+    local = {"rope_theta": config["rope_local_base_freq"], **(parameters.get("sliding_attention") or {})}
+    return {"sliding_attention": _rope(config, common, local), "full_attention": _rope(config, common, full)}
+
+
+_COMMON = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+_LLAMA = {
+    **_COMMON,
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN = {
+    **_COMMON,
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA = {
+    **_COMMON,
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_llama, {**_LLAMA, "sliding_window": None}),
+    "mistral": Family(
+        _llama,
+        {
+            **_LLAMA,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    ),
+    "qwen2": Family(_qwen, _QWEN),
+    "qwen3": Family(_qwen, {**_QWEN, "head_dim": 128}),
+    "phi3": Family(
+        _llama,
+        {
+            **_LLAMA,
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32000,
+        },
+    ),
+    "smollm3": Family(
+        _smollm3,
+        {
+            **_LLAMA,
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+        },
+    ),
+    "granite": Family(
+        _granite,
+        {
+            **_LLAMA,
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+        },
+    ),
+    "olmo2": Family(
+        _olmo2, {**_LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279}
+    ),
+    "gemma": Family(
+        _gemma,
+        {
+            **_GEMMA,
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "hidden_activation": None,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+    ),
+    "gemma2": Family(_gemma, {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    "gemma3_text": Family(
+        _gemma,
+        {
+            **_GEMMA,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+        },
+    ),
+}
+
+
+# ---- rotary embeddings ----------------------------------------------------------------------------------------------
+
+
+def _rope(config: Json, common: Json, parameters: Json) -> RopeConfig | None:
+    """The RopeConfig of `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before).
+
+    None for an unknown type. The defaults are those of transformers' modeling_rope_utils.py.
+    """
+    name = parameters.get("rope_type") or parameters.get("type") or "default"
+    if name == "su" or (config["model_type"] == "phi3" and name == "yarn"):
+        name = "longrope"
+    if name not in get_args(RopeType):
+        return None
+    kind = cast(RopeType, name)
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
+    original = (
+        config.get("original_max_position_embeddings")
+        or parameters.get("original_max_position_embeddings")
+        or common["max_position_embeddings"]
+    )
+    factor = parameters.get("factor") or common["max_position_embeddings"] / original
+    theta = float(parameters.get("rope_theta") or config["rope_theta"])
+    rotary_dim = int(common["head_dim"] * partial)
+    if kind == "default":
+        return RopeConfig(rotary_dim=rotary_dim, theta=theta)
+    return RopeConfig(
+        type=kind,
+        rotary_dim=rotary_dim,
+        theta=theta,
+        factor=float(factor),
+        original_max_position_embeddings=0 if kind == "linear" else original,
+        low_freq_factor=parameters.get("low_freq_factor", 1.0),
+        high_freq_factor=parameters.get("high_freq_factor", 4.0),
+        beta_fast=parameters.get("beta_fast") or 32.0,
+        beta_slow=parameters.get("beta_slow") or 1.0,
+        truncate=parameters.get("truncate", True),
+        attention_factor=_attention_factor(kind, parameters, factor, original),
+        short_factor=tuple(parameters.get("short_factor", ())),
+        long_factor=tuple(parameters.get("long_factor", ())),
+    )
+
+
+def _attention_factor(kind: str, parameters: Json, factor: float, original: int) -> float:
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return mscale(parameters["mscale"]) / mscale(parameters["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _one_rope(config: Json, common: Json) -> RopeConfig | None:
+    return _rope(config, common, config.get("rope_parameters") or config.get("rope_scaling") or {})
+
+
+def _layer_types(config: Json, sliding: Callable[[int], bool]) -> list[bool]:
+    """Which layers have the sliding window: as `layer_types` lists it, else by the family's rule."""
+    count = config["num_hidden_layers"]
+    if config.get("layer_types"):
+        return [kind == "sliding_attention" for kind in config["layer_types"]][:count]
+    return [sliding(i) for i in range(count)]

@@ -1,0 +1,115 @@
+"""Reading a Hugging Face config.json. What is peculiar to a family is in families.py.
+
+A model type without a family gets only the general facts and runs through transformers' own modules. Imports no torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from llmserve.runtime.config import ConfigError
+from llmserve.runtime.models.configs import GenerationDefaults, ModelConfig
+from llmserve.runtime.models.families import FAMILIES
+
+Json = Mapping[str, Any]
+MAX_LAYERS = 4096
+
+
+def parse_config(config: Json, generation: Json | None = None) -> ModelConfig:
+    """The ModelConfig of a config.json and, if there is one, a generation_config.json.
+
+    Raises ConfigError for what cannot be served.
+    """
+    try:
+        model = _parse(config, generation or {})
+        return msgspec.convert(msgspec.to_builtins(model), ModelConfig)  # checks every type and size
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"config.json is not usable: {type(error).__name__}: {error}") from error
+
+
+def _parse(config: Json, generation: Json) -> ModelConfig:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ConfigError(
+            f"the checkpoint is quantized ({method}), which is not supported; use the unquantized one or a GGUF file"
+        )
+    architecture = next(iter(config.get("architectures") or ()), "")
+    text = config
+    if config["model_type"] == "gemma3" and "text_config" in config:
+        text = {"model_type": "gemma3_text", **config["text_config"]}
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"{architecture or config['model_type']} is an encoder-decoder model; only decoders can be served"
+        )
+    family = FAMILIES.get(text["model_type"])
+    known = {**family.defaults, **text} if family else text
+    hidden_size = _first(known, "hidden_size", "n_embd", "d_model")
+    num_heads = _first(known, "num_attention_heads", "n_head", "n_heads")
+    stop = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id", known.get("eos_token_id")))
+    common: dict[str, Any] = {
+        "architecture": architecture,
+        "model_type": text["model_type"],
+        "vocab_size": known["vocab_size"],
+        "hidden_size": hidden_size,
+        "num_layers": _first(known, "num_hidden_layers", "n_layer", "n_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": _first(known, "num_key_value_heads", "num_kv_heads", "n_head_kv", default=None) or num_heads,
+        "head_dim": known.get("head_dim") or hidden_size // num_heads,
+        "max_position_embeddings": _first(known, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+        "dtype": _dtype(
+            _first(known, "dtype", "torch_dtype", default=None) or config.get("dtype") or config.get("torch_dtype")
+        ),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", known.get("tie_word_embeddings", True))),
+        "eos_token_ids": stop,
+        "bos_token_id": next(iter(_ids(config.get("bos_token_id", known.get("bos_token_id")))), None),
+        "generation": _generation_defaults(generation),
+        "multimodal": text is not config,
+    }
+    if not 1 <= common["num_layers"] <= MAX_LAYERS:
+        raise ConfigError(f"config.json asks for {common['num_layers']} layers")
+    if num_heads % common["num_kv_heads"]:
+        raise ConfigError(f"{num_heads} attention heads cannot share {common['num_kv_heads']} key-value heads evenly")
+    specifics = family.read(known, common) if family else None
+    if specifics is None:
+        return ModelConfig(**common, implementation="transformers", raw=msgspec.json.encode(config))
+    common["max_position_embeddings"] = _longest(known, common["max_position_embeddings"])
+    return ModelConfig(**common, **specifics, implementation="decoder")
+
+
+def _longest(config: Json, positions: int) -> int:
+    """The longest sequence: `max_position_embeddings` or, where yarn stretches that, what it stretches it to."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    original = scaling.get("original_max_position_embeddings")
+    if (scaling.get("rope_type") or scaling.get("type")) != "yarn" or not original:
+        return positions
+    return max(positions, int(original * scaling.get("factor", 1.0)))
+
+
+def _first(config: Json, *keys: str, **default: Any) -> Any:
+    """The value of the first key that is there; architectures name the same things differently."""
+    for key in keys:
+        if config.get(key) is not None:
+            return config[key]
+    if default:
+        return default["default"]
+    raise KeyError(keys[0])
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _dtype(name: str | None) -> str:
+    return name if name in ("bfloat16", "float16", "float32") else "bfloat16"
+
+
+def _generation_defaults(generation: Json) -> GenerationDefaults:
+    names = GenerationDefaults.__struct_fields__
+    return msgspec.convert(
+        {name: generation[name] for name in names if generation.get(name) is not None}, GenerationDefaults, strict=False
+    )
