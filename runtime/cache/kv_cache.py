@@ -73,7 +73,7 @@ class KVCache:
         """How many of the first `limit` tokens are cached, and how many pages of these are held by running requests."""
         if not self.prefix_cache:
             return 0, 0
-        pages, locked = self._tree.match(namespace, self._key(tokens, limit))
+        pages, locked = self._tree.match(namespace, tokens, limit // self.page_size)
         return pages * self.page_size, locked
 
     def lease(self, namespace: str, tokens: bytes | bytearray, limit: int) -> Lease:

@@ -53,15 +53,15 @@ class RadixTree:
     def num_evictable(self) -> int:
         return self.num_pages - self.num_locked
 
-    def match(self, namespace: str, key: bytes | bytearray) -> tuple[int, int]:
-        """How many whole pages of the key are here, and how many of those are locked. Changes nothing."""
+    def match(self, namespace: str, key: bytes | bytearray, limit: int) -> tuple[int, int]:
+        """How many of the key's first `limit` pages are here, and how many of those are locked. Changes nothing."""
         node = self._roots.get(namespace)
         matched = locked = position = 0
-        while node is not None:
+        while node is not None and matched < limit:
             node = node.children.get(bytes(key[position : position + self._page_bytes]))
             if node is None:
                 break
-            count = self._common_pages(node.key, key, position)
+            count = min(self._common_pages(node.key, key, position), limit - matched)
             matched += count
             locked += count if node.locks else 0
             if count < len(node.pages):

@@ -42,8 +42,9 @@ class Intake:
         if self.draining:
             return failure(503, "the server is draining: it takes no new requests")
         table = self._table
-        generates = isinstance(message, TokenizedGenerateReqInput)
-        choices = len(message.prompts) * (message.n if isinstance(message, TokenizedGenerateReqInput) else 1)
+        choices, draws = len(message.prompts), False
+        if isinstance(message, TokenizedGenerateReqInput):
+            choices, draws = choices * message.n, message.sampling_params.max_new_tokens > 0
         # What can start at once does not count as queued.
         room = self._max_queued + max(0, self._max_running - len(table.running)) - len(table.waiting)
         if choices > room:
@@ -51,14 +52,15 @@ class Intake:
                 503,
                 f"the queue is full: {len(table.waiting)} of {self._max_queued} wait, {choices} more were asked for",
             )
-        draws = isinstance(message, TokenizedGenerateReqInput) and message.sampling_params.max_new_tokens > 0
         for prompt in message.prompts:
             length = len(prompt) // ELEMENT_BYTES
             if length == 0:
                 return failure(400, "the prompt is empty")
             if length + draws > self._longest:
-                what = "the prompt and one more token" if generates and draws else "the prompt"
-                return failure(400, f"the prompt has {length} tokens; there is room for {self._longest}, for {what}")
+                more = " and one more" if draws else ""
+                return failure(
+                    400, f"the prompt has {length} tokens; for these{more} there is room for {self._longest}"
+                )
         return None
 
     def _add_embeddings(self, group: Group, message: TokenizedEmbeddingReqInput) -> None:

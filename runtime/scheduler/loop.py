@@ -5,15 +5,16 @@ control.py's; the sockets are given to it (process.py).
 """
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from llmserve.runtime.cache.kv_cache import KVCache
 from llmserve.runtime.cache.pages import IntegrityError
 from llmserve.runtime.config import ServerArgs
-from llmserve.runtime.engine.batch import StepPlan, Worker
+from llmserve.runtime.engine.batch import PlanRow, StepPlan, Worker
 from llmserve.runtime.messages import (
     AbortReqInput,
     BatchEmbeddingOutput,
@@ -28,7 +29,7 @@ from llmserve.runtime.messages import (
 )
 from llmserve.runtime.scheduler.intake import Intake, MakeStopDecoder, TokenizedReqInput
 from llmserve.runtime.scheduler.policy import Policy
-from llmserve.runtime.scheduler.request import Request, RequestTable, Step
+from llmserve.runtime.scheduler.request import Request, RequestTable, Share, Step
 from llmserve.runtime.scheduler.results import Results, failure
 from llmserve.runtime.scheduler.snapshot import Snapshots
 
@@ -100,7 +101,7 @@ class Scheduler:
         self.table = RequestTable()
         self.results = Results(worker, self.kv, self.table, args.stream_interval)
         self.intake = Intake(args, info, self.table, make_decoder)
-        self.policy = Policy(args, self.kv, self.table, self.results.retract)
+        self.policy = Policy(args, self.kv, self.table, self.results.retract, depth)
         self.snapshots = Snapshots(self, dp_rank)
         self.control: Control | None = None
         self.pause_mode: PauseMode | None = None
@@ -114,7 +115,8 @@ class Scheduler:
         self._depth = depth
         self._in_flight: deque[Step] = deque()
         self._metrics_due = 0.0
-        self._rested = True
+        self._working = False
+        self._check_due = math.inf
 
     # ---- turns ---------------------------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class Scheduler:
         if reason is None:
             self.results.counters.requests += 1
         else:
-            log.info("request refused rid=%s status=%d reason=%s", message.rid, reason.status, reason.message)
+            log.debug("request refused rid=%s status=%d reason=%s", message.rid, reason.status, reason.message)
             self.results.refuse(message, reason)
 
     def _end_what_must(self) -> bool:
@@ -187,15 +189,25 @@ class Scheduler:
         congested = self._tokens.congested or self._embeddings.congested
         admit = self.admitting and self.pause_mode is None and not congested
         shares = self.policy.schedule(began, admit)
+        plan = StepPlan(rows=tuple(self._rows(shares)))
         if not shares:
             return False
-        plan = StepPlan(rows=tuple(request.row(start, length) for request, start, length in shares))
         for request, _, length in shares:
             request.scheduled += length
             request.in_flight += 1
         self._in_flight.append(Step(shares, self.worker.submit(plan), began))
-        self._rested = False
         return True
+
+    def _rows(self, shares: list[Share]) -> Iterator[PlanRow]:
+        """The plan's rows. A request whose row cannot be made ends with an error, and its share is taken out."""
+        for share in tuple(shares):
+            request, start, length = share
+            try:
+                yield request.row(start, length)
+            except Exception as error:
+                log.exception("request cannot be planned rid=%s index=%d", request.rid, request.index)
+                shares.remove(share)
+                self.results.fail(request, f"internal error ({type(error).__name__})")
 
     def _expire(self) -> bool:
         """Ends what has waited too long and could not start now either."""
@@ -231,13 +243,16 @@ class Scheduler:
             self._embeddings.flush()
 
     def _report(self) -> None:
-        """Offers metrics: now and then, and at once when the work has ended."""
+        """Offers metrics: now and then, and when the work ends. A second later it looks whether all is in order."""
         now = self.now()
-        rests = not len(self.table) and not self._rested
-        if rests:
-            self._rested = True
+        worked, self._working = self._working, len(self.table) > 0
+        ends = worked and not self._working
+        if ends:
+            self._check_due = now + HEARTBEAT_S
+        elif not self._working and now >= self._check_due:
+            self._check_due = math.inf
             self._check_integrity()
-        if rests or now >= self._metrics_due:
+        if ends or now >= self._metrics_due:
             self._metrics_due = now + METRICS_INTERVAL_S
             self._offer_metrics(self.snapshots.metrics())
 

@@ -27,13 +27,22 @@ FORESIGHT = 1024
 
 
 class Policy:
-    def __init__(self, args: ServerArgs, kv: KVCache, table: RequestTable, retract: Callable[[Request], None]) -> None:
+    def __init__(
+        self,
+        args: ServerArgs,
+        kv: KVCache,
+        table: RequestTable,
+        retract: Callable[[Request], None],
+        depth: int = 1,
+    ) -> None:
+        """`depth` steps can be in flight: each takes its part of what runs, so that the others find something to do."""
         self._chunk = args.chunked_prefill_size
         self._max_running = args.max_running_requests
         self._lpm = args.schedule_policy == "lpm" and args.prefix_cache
         self._kv = kv
         self._table = table
         self._retract = retract
+        self._depth = depth
         self._expected = 0.4
         """The part of its remaining tokens that a request is thought to generate. Falls step by step;
         a retraction raises it."""
@@ -43,7 +52,10 @@ class Policy:
         shares: list[Share] = []
         budget = self._chunk
         self._expected = max(0.1, self._expected * 0.995)
+        part = -(-len(self._table.running) // self._depth)
         for request in tuple(self._table.running):
+            if len(shares) == part:
+                break
             if request.lease is None or request.ending is not None:  # retracted just now, or about to end
                 continue
             decodes = request.pending == 1

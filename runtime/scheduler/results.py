@@ -92,7 +92,7 @@ class Results:
                 raise
             except Exception as error:
                 log.exception("request failed rid=%s index=%d", share.request.rid, share.request.index)
-                self._fail(share.request, f"internal error ({type(error).__name__})")
+                self.fail(share.request, f"internal error ({type(error).__name__})")
 
     def _one_at_a_time(self, shares: list[Share], error: Exception) -> tuple[RowResult, ...]:
         """The results of a failed step, each row run alone: one that fails again, or that was alone, is an error."""
@@ -115,7 +115,7 @@ class Results:
         if request.ending is not None:
             return
         if result.error:
-            self._fail(request, result.error)
+            self.fail(request, result.error)
             return
         assert request.lease is not None
         request.computed = end
@@ -178,8 +178,8 @@ class Results:
         self._table.remove(request)
         log.debug("request ended rid=%s index=%d reason=%s", request.rid, request.index, reason.type)
 
-    def _fail(self, request: Request, message: str) -> None:
-        """Ends a choice whose result is unusable: `computed` stays, so nothing of it enters the prefix cache."""
+    def fail(self, request: Request, message: str) -> None:
+        """Ends a choice that something is wrong with. `computed` stays, so nothing unsure enters the prefix cache."""
         request.ending = failure(500, message)
         # What was gathered may be what is wrong.
         request.logprobs = None

@@ -201,3 +201,16 @@ def test_a_namespace_shares_with_no_other() -> None:
     assert running(harness) == ["a", "b"]  # "c" waits for what "a" computes
     harness.run()
     assert [harness.rows(rid)[-1].cached_tokens for rid in ("a", "b", "c")] == [0, 0, 16]
+
+
+def test_steps_in_flight_share_what_runs() -> None:
+    harness = Harness(depth=2)
+    for i in range(5):
+        harness.send(f"r{i}", prompt_of(3, i), params=LONG)
+    for _ in range(12):
+        harness.turn()
+    # Both stages have work at any time: of five requests three are in one step and two in the other.
+    assert [len(plan.rows) for plan in harness.worker.plans[-4:]] in ([3, 2, 3, 2], [2, 3, 2, 3])
+    harness.run()
+    for i in range(5):
+        assert harness.output(f"r{i}") == harness.expected(prompt_of(3, i), LONG)

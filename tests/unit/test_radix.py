@@ -63,7 +63,9 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(namespace=NAMESPACES, blocks=BLOCKS)
     def match(self, namespace: str, blocks: Prefix) -> None:
         path = self.path(namespace, blocks)
-        assert self.tree.match(namespace, key_of(blocks)) == (len(path), sum(entry.locks > 0 for entry in path))
+        for limit in range(len(blocks) + 2):
+            locked = sum(entry.locks > 0 for entry in path[:limit])
+            assert self.tree.match(namespace, key_of(blocks), limit) == (min(limit, len(path)), locked)
 
     @rule(namespace=NAMESPACES, blocks=BLOCKS)
     def lock(self, namespace: str, blocks: Prefix) -> None:

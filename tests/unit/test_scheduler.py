@@ -333,6 +333,19 @@ def test_a_fault_in_one_requests_own_processing_fails_that_one_only() -> None:
     harness.check_empty()
 
 
+def test_a_request_that_cannot_be_planned_fails_alone() -> None:
+    harness = Harness()
+    harness.send("a", prompt_of(5, 1))
+    harness.send("b", prompt_of(6, 2))
+    harness.turn()
+    harness.scheduler.table.running[0].logprobs = "nonsense"  # type: ignore[assignment]
+    harness.turn()
+    assert harness.finish("a").status == 500
+    harness.run()
+    assert harness.output("b") == harness.expected(prompt_of(6, 2))
+    harness.check_empty()
+
+
 def test_a_fault_on_arrival_refuses_that_request_only() -> None:
     harness = Harness()
     harness.send("a", prompt_of(5), params=SamplingParams(stop=(3,)))  # type: ignore[arg-type]
