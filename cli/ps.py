@@ -36,7 +36,7 @@ def ps(
         bool, typer.Option("--all", "-a", help="Also those that ended without removing their directory.")
     ] = False,
 ) -> None:
-    """List the running instances.
+    """List the running instances, with the requests that run and wait in each.
 
     A state is starting, ready, paused, draining, or dead: its process is gone, and the next launch removes its rest.
     """
@@ -49,10 +49,14 @@ def ps(
         console.note("no instance is running; start one with `llmserve launch`")
         return
     rows = [
-        (line.name, line.model, str(line.pid), line.address, line.state, duration(line.age_s), load_text(line))
+        (
+            *(line.name, line.model, str(line.pid), line.address, line.state, duration(line.age_s)),
+            *("-" if count is None else str(count) for count in (line.running, line.waiting)),
+        )
         for line in lines
     ]
-    console.table(("NAME", "MODEL", "PID", "ADDRESS", "STATE", "AGE", "LOAD"), rows, right=("PID", "AGE"))
+    columns = ("NAME", "MODEL", "PID", "ADDRESS", "STATE", "AGE", "RUN", "WAIT")
+    console.table(columns, rows, right=("PID", "AGE", "RUN", "WAIT"))
 
 
 def look(record: InstanceRecord) -> Line:
@@ -100,7 +104,3 @@ def ask_load(record: InstanceRecord) -> Load | None:
             return None
         total = Load(total.running + answer.running, total.waiting + answer.waiting, answer.state)
     return total
-
-
-def load_text(line: Line) -> str:
-    return "-" if line.running is None else f"{line.running} running, {line.waiting} waiting"

@@ -282,8 +282,10 @@ def test_a_detached_instance_from_start_to_stop(own_root: Path, tiny_model: Path
         processes = [main, *main.children(recursive=True)]
         assert len(processes) == 3
         table = run_cli(own_root, "ps").stdout.splitlines()
-        assert table[0].split() == ["NAME", "MODEL", "PID", "ADDRESS", "STATE", "AGE", "LOAD"]
-        assert table[1].split()[:5] == ["bg", "tiny-llama", str(main.pid), listed[0]["address"], "ready"]
+        assert table[0].split() == ["NAME", "MODEL", "PID", "ADDRESS", "STATE", "AGE", "RUN", "WAIT"]
+        cells = table[1].split()
+        assert cells[:5] == ["bg", "tiny-llama", str(main.pid), listed[0]["address"], "ready"]
+        assert cells[6:] == ["0", "0"]
         stop = run_cli(own_root, "stop")
         assert (stop.returncode, stop.stdout) == (0, "")
         assert stop.stderr.startswith('"bg" has ended after ')
