@@ -107,12 +107,13 @@ class RpcServer:
 
     def poll(self) -> bool:
         """Goes on with what is pending, then takes new calls, as far as the budget allows. Whether it took any."""
-        began = self._now()
-        self._credit_s = min(MAX_CREDIT_S, self._credit_s + (began - self._polled) * SHARE_OF_TIME)
+        began, busy = self._now(), self._busy()
+        earned_s = (began - self._polled) * SHARE_OF_TIME
+        self._credit_s = min(MAX_CREDIT_S, self._credit_s + earned_s) if busy else MAX_CREDIT_S
         self._polled = began
         self._pending = [call for call in self._pending if not self._advance(call)]
         count = 0
-        while count < CALLS_PER_TURN and (self._credit_s > 0 or not self._busy()):
+        while count < CALLS_PER_TURN and (self._credit_s > 0 or not busy):
             received = self._router.recv()
             if received is None:
                 break

@@ -181,15 +181,15 @@ def test_a_flush_that_aborts(operated: Operated) -> None:
 
 
 def test_a_pause_that_retracts_frees_the_memory_and_loses_no_token(operated: Operated) -> None:
-    alone = operated.generate("alone", 16).result(PATIENCE_S).json()["text"]
-    answers = [operated.generate(f"r{i}", 16) for i in range(4)]
+    alone = operated.generate("alone", 500).result(PATIENCE_S).json()["text"]
+    answers = [operated.generate(f"r{i}", 500) for i in range(4)]
     wait_until(operated.running, PATIENCE_S, "the requests to run")
     operated.rpc.call(PauseGenerationReqInput(mode="retract"))
     assert operated.used() == 0
     operated.rpc.call(FlushCacheReqInput())
     assert httpx.get(f"{operated.instance.url}/health").status_code == 200
     step = operated.rpc.call(PingReqInput()).step
-    late = operated.generate("late", 16)
+    late = operated.generate("late", 500)
     time.sleep(0.3)
     assert operated.rpc.call(PingReqInput()).step == step
     operated.rpc.call(ContinueGenerationReqInput())

@@ -861,3 +861,5 @@ def test_a_flood_takes_its_share_of_the_time_and_no_more() -> None:
     harness.run()
     assert harness.finish("a") == FinishReason(type="length")
     assert not harness.transport.calls  # and with nothing to run they are all answered
+    harness.start_running("b", turns=1)
+    assert isinstance(harness.ask(PingReqInput(), turns=1), PingReqOutput)  # what was idle time has cost no credit
