@@ -36,7 +36,7 @@ _TIMEOUT_S = 300
 
 def converted_gguf(header: gguf.GgufHeader) -> Path:
     """The directory with the config and tokenizer of a GGUF file. Raises ConfigError."""
-    gguf.hf_config(header)  # an architecture that is not served fails here, before a child is started
+    gguf.to_hf_config(header)  # an architecture that is not served fails here, before a child is started
     return _converted("gguf", Path(header.path), header.digest)
 
 
@@ -111,7 +111,7 @@ def _main(kind: str, source: Path, target: Path) -> None:
         link.symlink_to(source)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=link.name, local_files_only=True)
         link.unlink()
-        config = gguf.hf_config(gguf.read_header(source))
+        config = gguf.to_hf_config(gguf.read_header(source))
         (target / "config.json").write_text(json.dumps(config, indent=2))
         (target / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
     else:

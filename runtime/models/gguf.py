@@ -53,7 +53,7 @@ def read_header(path: str | Path) -> GgufHeader:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse_header(str(path), data)
-    except (struct.error, UnicodeDecodeError, IndexError, OverflowError) as error:
+    except (struct.error, UnicodeDecodeError, IndexError, TypeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(f"{path} is not a whole GGUF file: {error}") from error
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -151,7 +151,7 @@ _FILE_DTYPES = {0: "float32", 1: "float16"}
 """general.file_type of files that are not quantized; bfloat16 serves the others."""
 
 
-def hf_config(header: GgufHeader) -> dict[str, Any]:
+def to_hf_config(header: GgufHeader) -> dict[str, Any]:
     """The config.json that says what the header says. Raises ConfigError for an architecture that we do not know.
 
     Key names: https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py
@@ -237,6 +237,8 @@ def _family_keys(header: GgufHeader, model_type: str) -> dict[str, Any]:
     match model_type:
         case "qwen2" | "qwen3":
             return {"sliding_window": None, "use_sliding_window": False}
+        case "phi3":
+            return {"original_max_position_embeddings": header.get("rope.scaling.original_context_length")}
         case "granite":
             return {
                 "attention_multiplier": header.get("attention.scale"),

@@ -108,7 +108,7 @@ def _read_config(directory: Path) -> ModelConfig:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object")

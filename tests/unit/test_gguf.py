@@ -1,6 +1,8 @@
 """GGUF files: dequantization against the gguf package, whole tiny models against their originals, the default model."""
 
 import functools
+import math
+import random
 import struct
 import subprocess
 import sys
@@ -13,14 +15,16 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from paged import Paged, load
-from test_models import CHUNKS, sequences
+from test_models import CHUNKS, LLAMA3, LONGROPE, sequences
 from tiny_gguf import ARCHITECTURES, write_gguf
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from checkpoints import make_tiny
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.models.gguf import GgufTensor, hf_config, read_header
+from llmserve.runtime.engine.checkpoint import open_source
+from llmserve.runtime.layers.rotary import cos_sin_table, inverse_frequencies
+from llmserve.runtime.models.gguf import GgufTensor, read_header, to_hf_config
 from llmserve.runtime.models.gguf_tensors import dequantize
 from llmserve.runtime.models.hf_config import parse_config
 from llmserve.runtime.models.hub import Checkpoint, default_model, resolve
@@ -43,7 +47,7 @@ SCALE_OFFSETS = {
 
 def without_tokenizer(file: Path) -> Checkpoint:
     """The checkpoint of a file, but for its tokenizer, whose conversion takes seconds."""
-    return Checkpoint(str(file), "gguf", file.stem, "", parse_config(hf_config(read_header(file))))
+    return Checkpoint(str(file), "gguf", file.stem, "", parse_config(to_hf_config(read_header(file))))
 
 
 @pytest.fixture
@@ -72,18 +76,22 @@ def test_plain_types_stay_what_they_are(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(dequantize(values.flatten().view(torch.uint8), tensor, torch.float32), values)
 
 
+def assert_same_logits(directory: Path, file: Path) -> None:
+    checkpoints = (resolve(str(directory)), without_tokenizer(file))
+    original, converted = (Paged(load(checkpoint)).run(sequences(), CHUNKS) for checkpoint in checkpoints)
+    for ours, theirs in zip(converted, original, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
+
+
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_model_equals_its_original(family: str, tmp_path: Path) -> None:
     """A float32 GGUF gives the logits of the checkpoint that it was made from: names, permutations, offsets, config."""
     scalar = {"query_pre_attn_scalar": 32} if family.startswith("gemma") else {}
     pattern = {"sliding_window_pattern": 6} if family == "gemma3_text" else {}
     make_tiny(tmp_path, family, **scalar, **pattern)
-    extra = {"rope.freq_base_swa": 500.0} if family == "gemma3_text" else {}
-    file = write_gguf(tmp_path, tmp_path / "tiny.gguf", **extra)
-    checkpoints = (resolve(str(tmp_path)), without_tokenizer(file))
-    original, converted = (Paged(load(checkpoint)).run(sequences(), CHUNKS) for checkpoint in checkpoints)
-    for ours, theirs in zip(converted, original, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+    floats = {"rope.freq_base_swa": 500.0} if family == "gemma3_text" else {}
+    file = write_gguf(tmp_path, tmp_path / "tiny.gguf", floats=floats)
+    assert_same_logits(tmp_path, file)
 
 
 @pytest.mark.parametrize("scaling", ["linear", "yarn"])
@@ -92,6 +100,40 @@ def test_rope_scaling_of_a_file(scaling: str, tmp_path: Path) -> None:
     make_tiny(tmp_path, "qwen2", rope_scaling=rope_scaling)
     file = write_gguf(tmp_path, tmp_path / "tiny.gguf")
     assert without_tokenizer(file).config.layers == resolve(str(tmp_path)).config.layers
+
+
+def test_rope_scaling_of_llama3_is_a_tensor_of_factors(tmp_path: Path) -> None:
+    """convert_hf_to_gguf.py writes what each frequency is divided by, not the parameters."""
+    make_tiny(tmp_path, rope_scaling=LLAMA3)
+    (rope,) = {layer.rope for layer in resolve(str(tmp_path)).config.layers if layer.rope}
+    frequencies = 1 / 10000 ** (torch.arange(0, 16, 2) / 16)
+    factors = frequencies / inverse_frequencies(rope, 512)
+    assert factors.min() == 1 < factors.max() == pytest.approx(8)
+    file = write_gguf(tmp_path, tmp_path / "tiny.gguf", tensors={"rope_freqs.weight": factors.numpy()})
+    (converted,) = {layer.rope for layer in without_tokenizer(file).config.layers if layer.rope}
+    torch.testing.assert_close(inverse_frequencies(converted, 512), inverse_frequencies(rope, 512))
+    assert converted.attention_factor == 1.0
+    assert_same_logits(tmp_path, file)
+
+
+@pytest.mark.parametrize("max_positions", [512, 64])
+def test_longrope_of_phi3_is_two_tensors(max_positions: int, tmp_path: Path) -> None:
+    make_tiny(tmp_path, "phi3", rope_scaling=LONGROPE, original_max_position_embeddings=64)
+    tensors = {
+        f"rope_factors_{kind}.weight": np.array(LONGROPE[f"{kind}_factor"], dtype=np.float32)
+        for kind in ("long", "short")
+    }
+    attention_factor = math.sqrt(1 + math.log(512 / 64) / math.log(64))
+    file = write_gguf(
+        tmp_path,
+        tmp_path / "tiny.gguf",
+        tensors=tensors,
+        integers={"rope.scaling.original_context_length": 64},
+        floats={"rope.scaling.attn_factor": attention_factor},
+    )
+    ropes = [config.layers[0].rope for config in (resolve(str(tmp_path)).config, without_tokenizer(file).config)]
+    first, second = (cos_sin_table(rope, max_positions, torch.device("cpu")) for rope in ropes)
+    torch.testing.assert_close(first, second)
 
 
 def test_quantized_file_is_near_its_original(tmp_path: Path) -> None:
@@ -149,6 +191,27 @@ def test_damaged_file_is_a_clear_error(change: Any, message: str, tmp_path: Path
         load(without_tokenizer(file))
 
 
+def test_no_damage_to_a_header_is_more_than_a_clear_error(tmp_path: Path) -> None:
+    """Bytes of the header are overwritten at random: the file is refused, or read as something else, no more."""
+    make_tiny(tmp_path, "llama", num_hidden_layers=1)
+    file = write_gguf(tmp_path, tmp_path / "tiny.gguf")
+    whole = file.read_bytes()
+    header = min(tensor.offset for tensor in read_header(file).tensors)
+    draw = random.Random(0)
+    refused = 0
+    for _ in range(400):
+        data = bytearray(whole)
+        for _ in range(draw.choice((1, 4))):
+            start = draw.choice((draw.randrange(header), draw.randrange(1500), header - draw.randrange(1, 700)))
+            data[start : start + 4] = draw.choice((b"\0\0\0\0", b"\xff\xff\xff\xff", draw.randbytes(4)))
+        file.write_bytes(data[: len(whole)])
+        try:
+            open_source(without_tokenizer(file))
+        except ConfigError:
+            refused += 1
+    assert 100 < refused < 400
+
+
 def test_unknown_architecture_names_those_that_are_served(tmp_path: Path) -> None:
     file = tmp_path / "other.gguf"
     writer = gguf.GGUFWriter(file, "mamba")
@@ -163,32 +226,52 @@ def test_unknown_architecture_names_those_that_are_served(tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="session")
-def transformers_tensors() -> dict[str, Tensor]:
-    """The default model's tensors as transformers reads them from the file."""
+def reference() -> Any:
+    """The default model as transformers reads it from the file: its config, its tensors, its modules."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    def empty_model(config: dict[str, Any]) -> Any:
+        with no_init_weights():
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
+
     path = Path(default_model())
-    config = AutoConfig.for_model(**hf_config(read_header(path)))
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config)
+    names_only = empty_model(to_hf_config(read_header(path)))
     # transformers makes the same table of names anew for each of the model's 397 modules, which takes most of its time
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
-        return load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+        loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=names_only)
+    model = empty_model(loaded["config"])
+    model.load_state_dict(loaded["tensors"], strict=False, assign=True)
+    model.tie_weights()
+    return model
 
 
-def test_default_model_has_the_weights_that_transformers_reads(transformers_tensors: dict[str, Tensor]) -> None:
+def test_default_model_has_the_weights_that_transformers_reads(reference: Any) -> None:
     """Bit for bit, in all 272 tensors: Q4_1, Q8_0, the rows of q and k."""
-    model = load(resolve(default_model()))
-    slots = dict(model.slots())
+    slots = dict(load(resolve(default_model())).slots())
+    expected = dict(reference.named_parameters())
     assert len(slots) == 272
-    assert slots.keys() == transformers_tensors.keys()
+    assert slots.keys() == expected.keys()
     for name, slot in slots.items():
         value: Any = slot.weight.value
         tensor = value if isinstance(value, Tensor) else value.unpack()
-        assert torch.equal(tensor[slot.into], transformers_tensors[name]), name
+        assert torch.equal(tensor[slot.into], expected[name]), name
+
+
+def test_default_model_has_the_logits_of_transformers(reference: Any) -> None:
+    checkpoint = resolve(default_model())
+    tokenizer = Tokenizer.from_file(f"{checkpoint.tokenizer_dir}/tokenizer.json")
+    prompt = (
+        "<|im_start|>user\nName three rivers of Europe.<|im_end|>\n<|im_start|>assistant\nThe Danube, the Rhine and"
+    )
+    ids = tokenizer.encode(prompt).ids
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids])).logits[0]
+    (computed,) = Paged(load(checkpoint), count=1).run([ids], (len(ids) - 8, 1, 1, 6))
+    assert " Rhine" in tokenizer.decode(expected.argmax(-1).tolist()[-8:]), "it predicts what the prompt goes on with"
+    torch.testing.assert_close(computed, expected, atol=1e-3, rtol=0)
 
 
 def test_default_model_encodes_as_transformers_does() -> None:

@@ -1,6 +1,7 @@
 """Writing a tiny checkpoint as GGUF as llama.cpp's converter would; names and keys are the gguf package's, not ours."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,25 @@ _PERMUTED = ("llama", "smollm3", "granite")  # the subclasses of LlamaModel in c
 
 
 def write_gguf(
-    checkpoint: Path, path: Path, quantization: GGMLQuantizationType = GGMLQuantizationType.F32, **extra: float
+    checkpoint: Path,
+    path: Path,
+    quantization: GGMLQuantizationType = GGMLQuantizationType.F32,
+    *,
+    floats: Mapping[str, float] = {},
+    integers: Mapping[str, int] = {},
+    tensors: Mapping[str, np.ndarray] = {},
 ) -> Path:
-    """Writes the single-file checkpoint in a directory to `path`. `extra` are float metadata of the architecture."""
+    """Writes the single-file checkpoint in a directory to `path`, with further metadata and tensors."""
     config = json.loads((checkpoint / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _write_metadata(writer, config)
-    for key, value in extra.items():
+    for key, value in floats.items():
         writer.add_float32(f"{gguf.MODEL_ARCH_NAMES[arch]}.{key}", value)
+    for key, count in integers.items():
+        writer.add_uint32(f"{gguf.MODEL_ARCH_NAMES[arch]}.{key}", count)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
     _write_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text()), config)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
@@ -62,7 +73,8 @@ def _write_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    if scaling := config.get("rope_scaling"):
+    scaling = config.get("rope_scaling")
+    if scaling and scaling["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
         writer.add_rope_scaling_factor(scaling["factor"])
         if original := scaling.get("original_max_position_embeddings"):
