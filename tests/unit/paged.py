@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmserve.runtime.attention.base import ForwardBatch, PageGeometry
+from llmserve.runtime.attention.base import AttentionBackend, ForwardBatch, PageGeometry
+from llmserve.runtime.attention.native import NativeAttention
 from llmserve.runtime.attention.reference import ReferenceAttention
 from llmserve.runtime.engine.weights import load_weights
+from llmserve.runtime.models.decoder import Decoder
 from llmserve.runtime.models.hub import Checkpoint, resolve
+from llmserve.runtime.models.native_decoder import NativeDecoder, runs_natively
 from llmserve.runtime.models.registry import CausalLM, build_model
 
 PAGE = 16
@@ -31,11 +34,21 @@ def load(
 class Paged:
     """Sequences over the pages of one pool; sequence b has every `count`-th page, so that none is contiguous."""
 
-    def __init__(self, model: CausalLM, dtype: torch.dtype = torch.float32, count: int = 2) -> None:
+    def __init__(
+        self, model: CausalLM, dtype: torch.dtype = torch.float32, count: int = 2, native: bool = False
+    ) -> None:
+        """`native`: with the compiled kernels, a whole step of which is one call."""
         self.model = model
+        self.attention: AttentionBackend
         config = model.config
         geometry = PageGeometry(model.num_layers, model.num_kv_heads, config.head_dim, PAGE, dtype, torch.device("cpu"))
-        self.attention = ReferenceAttention(geometry, count * PAGES_A_SEQUENCE)
+        if native:
+            assert isinstance(model, Decoder)
+            assert runs_natively(model)
+            self.attention = NativeAttention(geometry, count * PAGES_A_SEQUENCE, config.num_heads)
+            self.model = NativeDecoder(model, self.attention)
+        else:
+            self.attention = ReferenceAttention(geometry, count * PAGES_A_SEQUENCE)
         self.pages = torch.arange(count * PAGES_A_SEQUENCE, dtype=torch.int32).view(-1, count).T.flip(1).contiguous()
         self.lengths = [0] * count
 

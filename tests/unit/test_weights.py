@@ -27,6 +27,7 @@ from llmserve.runtime.engine.weights import (
 )
 from llmserve.runtime.models.hub import Checkpoint, resolve
 from llmserve.runtime.models.registry import CausalLM, build_model
+from llmserve.runtime.ops import native
 
 
 def edit(directory: Path, change: Any) -> None:
@@ -192,6 +193,18 @@ def test_a_swap_is_exact_in_place_and_can_be_undone(versions: tuple[Checkpoint, 
     commit_weights(model)
     assert torch.equal(logits(model), old), "a second commit rolls back"
     assert addresses(model) == before
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler, or a CPU without AVX-512")
+def test_the_compiled_kernels_see_a_swap(versions: tuple[Checkpoint, Checkpoint]) -> None:
+    """They hold addresses from before the swap."""
+    first, second = versions
+    model = load(first)
+    before, after = (Paged(model, native=True) for _ in range(2))
+    torch.testing.assert_close(torch.cat(before.run(sequences(), CHUNKS)), logits(model), atol=1e-4, rtol=0)
+    stage_weights(model, second, ignore_progress)
+    commit_weights(model)
+    torch.testing.assert_close(torch.cat(after.run(sequences(), CHUNKS)), logits(load(second)), atol=1e-4, rtol=0)
 
 
 def test_a_discarded_version_leaves_nothing(versions: tuple[Checkpoint, Checkpoint]) -> None:
