@@ -5,6 +5,7 @@ readable.
 """
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -145,12 +146,29 @@ def follow(console: Console, args: ServerArgs, secrets: Secrets, events: TextIO)
         observer.close()
 
 
+class Terminal(io.TextIOWrapper):
+    """A terminal that may go away: what is written after that is lost, and must not keep the server from its drain."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 @contextlib.contextmanager
 def kept_terminal() -> Iterator[TextIO]:
     """Gives the terminal that stderr leads to now; afterwards stdout and stderr lead to where they lead now."""
     saved = os.dup(1), os.dup(2)
     try:
-        with os.fdopen(os.dup(2), "w") as terminal:
+        with Terminal(os.fdopen(os.dup(2), "wb"), encoding=sys.stderr.encoding, errors="replace") as terminal:
             yield terminal
     finally:
         for target, descriptor in enumerate(saved, start=1):

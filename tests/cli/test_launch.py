@@ -1,15 +1,17 @@
 """`llmserve launch`, `ps` and `stop` as a user runs them: options, keys, the checklist, the background."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pexpect
 import psutil
 import pytest
@@ -18,7 +20,9 @@ from typer.testing import CliRunner
 from instances import LLMSERVE, assert_gone, environment_for, is_alive, run_cli, wait_until
 from llmserve.cli.console import Console
 from llmserve.cli.main import app
+from llmserve.runtime.client import RpcClient
 from llmserve.runtime.config import Secrets, ServerArgs
+from llmserve.runtime.messages import GetLoadReqInput
 
 # ---- options: what reaches the server ------------------------------------------------------------------------------
 
@@ -187,7 +191,7 @@ def test_an_open_host_without_a_key_is_warned_of(seen: Launched, monkeypatch: py
 # ---- the checklist -------------------------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def terminal(root: Path, *arguments: str, columns: int = 80, **environment: str) -> Iterator["pexpect.spawn[str]"]:
     """`llmserve ARGUMENTS` in a pseudo-terminal."""
     env = {"TERM": "xterm-256color", **environment_for(root, **environment)}
@@ -202,7 +206,8 @@ def terminal(root: Path, *arguments: str, columns: int = 80, **environment: str)
     try:
         yield child
     finally:
-        child.close(force=True)
+        with contextlib.suppress(OSError, ValueError):  # a test may have closed the terminal
+            child.close(force=True)
 
 
 def plain(text: str) -> str:
@@ -234,6 +239,24 @@ def test_the_checklist_and_ctrl_c(own_root: Path, tiny_model: Path) -> None:
         assert child.exitstatus == 0
         assert "Traceback" not in (child.before or "")
     assert not (own_root / "llmserve/default").exists()
+
+
+def test_a_terminal_that_goes_away_drains(own_root: Path, long_model: Path) -> None:
+    """An ssh connection that is lost: what is in flight may still end within the drain timeout."""
+    with terminal(own_root, "launch", str(long_model), "--port", "0", "--drain-timeout", "1") as child:
+        child.expect("Ready at ")
+        main = psutil.Process(child.pid)
+        record = json.loads((own_root / "llmserve/default/instance.json").read_text())
+        request = {"prompt": "Once", "max_tokens": 15000, "ignore_eos": True}
+        url = f"http://127.0.0.1:{record['port']}/v1/completions"
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(httpx.post, url, json=request, timeout=30)
+            with RpcClient(record["rpc_addresses"][0]) as client:
+                wait_until(lambda: client.call(GetLoadReqInput()).running, 5, "the request's start")
+            child.ptyproc.fileobj.close()
+            assert "its drain timeout is over" in answer.result().json()["error"]["message"]
+        wait_until(lambda: not is_alive(main), 3, "the end")
+        assert not (own_root / "llmserve/default").exists()
 
 
 def test_no_escapes_where_no_colour_is_wanted(own_root: Path, tiny_model: Path) -> None:
