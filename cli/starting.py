@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TextIO
 
