@@ -1,4 +1,4 @@
-"""`llmserve logs`: the log of an instance, also of one that has died and whose directory is still there."""
+"""`llmserve logs`: the log of an instance, also of one that has died or failed."""
 
 import os
 import time
@@ -11,6 +11,7 @@ import typer
 from llmserve.cli.common import CommandError, ExitCode, InstanceOption, console_of, find_instance
 from llmserve.cli.console import CONTROL_PICTURES, Console
 from llmserve.runtime.instance import InstanceRecord, list_instances
+from llmserve.runtime.logs import kept_log
 
 POLL_S = 0.2
 LINE_SAFE = {code: shown for code, shown in CONTROL_PICTURES.items() if chr(code) not in "\n\t"}
@@ -45,9 +46,12 @@ def logs(
 
 
 def find_with_log(name: str | None) -> InstanceRecord:
-    """The instance to read, dead ones included when they are named. Raises InstanceError or CommandError."""
-    dead = {record.name: record for record in list_instances() if not record.alive}
-    record = dead[name] if name in dead else find_instance(name)
+    """The instance to read, when it is named also one that has ended badly. Raises InstanceError or CommandError."""
+    known = {record.name: record for record in list_instances()}
+    kept = kept_log(name) if name else None
+    if kept and name and name not in known and kept.exists():
+        return InstanceRecord(name=name, log_path=str(kept))
+    record = known[name] if name in known and not known[name].alive else find_instance(name)
     if not record.log_path:
         raise CommandError(
             f'"{record.name}" keeps no log: it writes to the standard error of pid {record.pid}', ExitCode.NOT_FOUND

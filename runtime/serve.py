@@ -10,6 +10,7 @@ import errno
 import importlib
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -40,6 +41,9 @@ MAX_HEAD_BYTES = 64 * 1024
 """Of a request's first line and headers."""
 GRACE_S = 1.5
 """For responses to be written to the end after their requests have ended."""
+KEEP_ALIVE_S = 75
+"""For an idle connection: longer than clients and proxies keep theirs, so that none is closed while they write."""
+MAX_DESCRIPTORS = 65536
 PORTS_TRIED = 100
 LOG_FILE = "llmserve.log"
 
@@ -50,6 +54,7 @@ def run_server(args: ServerArgs, secrets: Secrets, observer: LaunchObserver, log
     Raises ConfigError or InstanceError when it cannot start, LaunchError when it cannot start or go on; nothing is left
     over then.
     """
+    allow_connections()
     try:
         with bind(args.host, args.port) as listener:
             args = msgspec.structs.replace(args, port=listener.getsockname()[1])
@@ -58,6 +63,14 @@ def run_server(args: ServerArgs, secrets: Secrets, observer: LaunchObserver, log
                 return runner.run(serve(args, secrets, observer, listener, log_to_file))
     finally:
         observer.close()
+
+
+def allow_connections() -> None:
+    """Raises the limit of open files, which is 1024 by habit and would be the limit of clients."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def serve(
@@ -188,6 +201,7 @@ class HttpServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             server_header=False,
             backlog=BACKLOG,
         )

@@ -282,6 +282,8 @@ def test_a_failure_leaves_its_log_behind(own_root: Path, tiny_model: Path, tmp_p
             child.before or ""
         )
     assert f"started child=scheduler pid={scheduler.pid}" in log.read_text()
+    shown = run_cli(own_root, "logs", "--instance", "default", XDG_STATE_HOME=str(tmp_path))
+    assert shown.stdout == log.read_text()
 
 
 # ---- the background ------------------------------------------------------------------------------------------------

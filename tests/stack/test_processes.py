@@ -34,6 +34,11 @@ def test_children_are_in_groups_of_their_own(server: RunningInstance) -> None:
     assert main.pid not in groups
 
 
+def test_clients_are_not_limited_by_the_habitual_1024_files(server: RunningInstance) -> None:
+    soft, hard = psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == min(hard, 65536)
+
+
 def test_a_second_launch_under_the_name_is_refused(server: RunningInstance, tiny_model: Path) -> None:
     began = time.monotonic()
     second = run_cli(server.root, "launch", str(tiny_model), "--name", server.name, "--port", "0")
