@@ -316,9 +316,9 @@ class TokenizerManager:
     # ---- to and from the scheduler ---------------------------------------------------------------------------------
 
     def _send(self, message: Tokenized, request: AnyInFlight) -> None:
-        """Registers the request and sends it. There is no await between here and the consumer's `finally`."""
+        """Sends the request and registers it. There is no await between here and the consumer's `finally`."""
+        self._push_out(message)  # first: one that is too large for a frame must leave nothing behind
         self._in_flight[message.rid] = request
-        self._push_out(message)
 
     def _push_out(self, message: SchedulerInput) -> None:
         assert self._push is not None, "start() comes first"

@@ -126,8 +126,12 @@ class RpcServer:
 
     def _take(self, client: bytes, envelope: RpcEnvelope) -> None:
         def tell(message: Message) -> bool:
+            try:
+                body = encode(message)
+            except WireError as error:
+                body = encode(RpcError(code="failed", message=str(error)))
             answer = RpcEnvelope(
-                protocol=PROTOCOL_VERSION, call_id=envelope.call_id, timeout_s=envelope.timeout_s, body=encode(message)
+                protocol=PROTOCOL_VERSION, call_id=envelope.call_id, timeout_s=envelope.timeout_s, body=body
             )
             return self._router.send(client, answer)
 

@@ -187,6 +187,15 @@ def test_a_fault_in_a_verb_fails_that_call_only(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(harness.ask(PingReqInput()), PingReqOutput)
 
 
+def test_an_answer_that_is_too_large_is_an_error() -> None:
+    harness = Operated()
+    harness.send("a", [1, 2, 3], user="u" * (70 << 20))
+    harness.turn()
+    code, text = refusal(harness.ask(ListRequestsReqInput()))
+    assert code == "failed"
+    assert "above the limit" in text
+
+
 def test_control_messages_of_the_pipeline_have_the_same_verbs() -> None:
     harness = Operated()
     harness.start_running("a")
