@@ -12,7 +12,7 @@ from llmserve.cli.config_file import ConfigOption
 from llmserve.cli.console import Console
 from llmserve.runtime.config import ConfigError, Secrets, ServerArgs
 
-MODEL, SERVER, BATCHING, TIMES, KEYS = "Model", "Server", "Memory and batching", "Times", "Keys"
+MODEL, SERVER, BATCHING, TIMES, KEYS, SWITCHES = "Model", "Server", "Memory and batching", "Times", "Keys", "Switches"
 LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -36,15 +36,22 @@ def launch(
     config: ConfigOption = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        option("--dtype", MODEL, "The weights' and the KV cache's number format; auto is the checkpoint's own."),
+        option(
+            "--dtype",
+            MODEL,
+            "The numbers of weights and KV cache: bfloat16, float16 or float32; auto is the checkpoint's own.",
+            metavar="DTYPE",
+        ),
     ] = "auto",
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        option("--device", MODEL, "Where the model runs; auto is CUDA where there is one."),
+        option(
+            "--device", MODEL, "Where the model runs: cpu or cuda; auto is cuda where there is one.", metavar="DEVICE"
+        ),
     ] = "auto",
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf"],
-        option("--load-format", MODEL, "The kind of checkpoint that MODEL must be."),
+        option("--load-format", MODEL, "What MODEL must be: safetensors or gguf; auto takes either.", metavar="FORMAT"),
     ] = "auto",
     max_model_len: Annotated[
         int | None,
@@ -88,7 +95,8 @@ def launch(
         ),
     ] = 2,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], option("--log-level", SERVER, "How much is logged.")
+        Literal["debug", "info", "warning", "error"],
+        option("--log-level", SERVER, "The least that is logged: debug, info, warning or error.", metavar="LEVEL"),
     ] = "info",
     max_total_tokens: Annotated[
         int | None,
@@ -117,11 +125,16 @@ def launch(
     ] = 16,
     schedule_policy: Annotated[
         Literal["fcfs", "lpm"],
-        option("--schedule-policy", BATCHING, "Who runs next: the first come, or the longest cached prefix."),
+        option(
+            "--schedule-policy",
+            BATCHING,
+            "Who runs next: fcfs, the first come, or lpm, the longest cached prefix.",
+            metavar="POLICY",
+        ),
     ] = "lpm",
     prefix_cache: Annotated[
         bool,
-        option("--prefix-cache/--no-prefix-cache", BATCHING, "Keep what was computed of a prompt for the next one."),
+        option("--prefix-cache/--no-prefix-cache", SWITCHES, "Keep what was computed of a prompt for the next one."),
     ] = True,
     threads: Annotated[
         int | None,
@@ -129,11 +142,16 @@ def launch(
     ] = None,
     attention_backend: Annotated[
         Literal["auto", "reference", "native", "varlen"],
-        option("--attention-backend", BATCHING, "The kernels of attention; auto takes the fastest that works here."),
+        option(
+            "--attention-backend",
+            BATCHING,
+            "The kernels of attention: reference, native or varlen; auto takes the fastest that works here.",
+            metavar="NAME",
+        ),
     ] = "auto",
     seed: Annotated[
         int | None,
-        option("--seed", BATCHING, "For the seeds of requests that bring none.", metavar="N", show_default="random"),
+        option("--seed", MODEL, "For the seeds of requests that bring none.", metavar="N", show_default="random"),
     ] = None,
     max_queued_requests: Annotated[
         int,
@@ -178,7 +196,7 @@ def launch(
         ),
     ] = None,
     metrics_auth: Annotated[
-        bool, option("--metrics-auth/--no-metrics-auth", KEYS, "Whether /metrics asks for the key too.")
+        bool, option("--metrics-auth/--no-metrics-auth", SWITCHES, "Whether /metrics asks for the key too.")
     ] = True,
 ) -> None:
     """Serve a model.
