@@ -17,7 +17,7 @@ FIRST_S, GAP_S = 0.08, 0.02
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with the first token after FIRST_S and one more every GAP_S; keeps the bodies and how many it had at once."""
+    """Answers with the first token after FIRST_S and one more every GAP_S; keeps the bodies, and the most at once."""
 
     daemon_threads = True
 
