@@ -1,0 +1,91 @@
+"""What the supervisor decides without a process: whether a scheduler works, how threads end, what URL to show."""
+
+import asyncio
+import threading
+
+import msgspec
+import pytest
+
+from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.launch import in_thread, made_progress
+from llmserve.runtime.messages import SchedulerMetrics
+from llmserve.runtime.serve import address_of
+
+BEFORE = SchedulerMetrics(
+    time=100.0,
+    dp_rank=0,
+    state="ready",
+    weight_version=1,
+    uptime_s=1.0,
+    steps_total=7,
+    running=1,
+    waiting=0,
+    kv_tokens_total=0,
+    kv_tokens_used=0,
+    kv_tokens_cached=0,
+    prefill_tokens_total=0,
+    decode_tokens_total=0,
+    cached_tokens_total=0,
+    prompt_tokens_total=0,
+    requests_total=0,
+    evicted_tokens_total=0,
+    retractions_total=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "works"),
+    [
+        ({}, False),  # nothing has been heard since
+        ({"time": 101.0}, False),  # it lives, but does not get on with what it has
+        ({"time": 101.0, "steps_total": 8}, True),
+        ({"time": 101.0, "running": 0}, True),
+        ({"time": 101.0, "running": 0, "waiting": 3}, False),
+        ({"time": 101.0, "running": 0, "waiting": 3, "state": "paused"}, True),  # an operator wants it so
+        ({"running": 0}, False),  # an idle scheduler says at least that it lives
+    ],
+)
+def test_what_counts_as_progress(changes: dict[str, object], works: bool) -> None:
+    assert made_progress(BEFORE, msgspec.structs.replace(BEFORE, **changes)) is works
+    assert made_progress(None, BEFORE)
+
+
+async def test_work_in_a_thread_ends_as_it_ends() -> None:
+    assert await in_thread(int, "12") == 12
+    with pytest.raises(ValueError, match="invalid literal"):
+        await in_thread(int, "twelve")
+
+
+def test_an_abandoned_thread_holds_nothing_up() -> None:
+    """A download goes on while Ctrl-C ends the loop; that it has nobody to tell any more is no error."""
+    release = threading.Event()
+    left: list[threading.Thread] = []
+
+    def work() -> None:
+        left.append(threading.current_thread())
+        release.wait(10)
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(in_thread(work), 0.05)
+
+    asyncio.run(give_up())
+    assert left[0].is_alive()
+    assert left[0].daemon
+    release.set()
+    left[0].join(5)
+    assert not left[0].is_alive()
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("fe80::1", "http://[fe80::1]:8000"),
+        ("example.org", "http://example.org:8000"),
+    ],
+)
+def test_the_address_that_is_shown_can_be_typed(host: str, url: str) -> None:
+    assert address_of(ServerArgs(model="m", host=host, port=8000)) == url
