@@ -11,8 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.models import gguf
 from llmserve.runtime.models.configs import TensorInfo
+from llmserve.runtime.models.gguf import read_header
+from llmserve.runtime.models.gguf_config import ROPE_TENSORS, hf_name
 from llmserve.runtime.models.hub import Checkpoint
 
 _FLOATING = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -79,6 +80,8 @@ def shard_paths(directory: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index} is no shard index: {error!r}") from error
+    elif (directory / "model.safetensors").is_file():
+        names = ["model.safetensors"]  # beside it some repositories keep the same weights in another layout
     else:
         names = sorted(path.name for path in directory.glob("*.safetensors"))
     return [_inside(directory, name) for name in names]
@@ -102,32 +105,29 @@ class GgufSource:
     def __init__(self, checkpoint: Checkpoint) -> None:
         from llmserve.runtime.models import gguf_tensors
 
-        header = gguf.read_header(checkpoint.path)
+        header = read_header(checkpoint.path)
         self._dequantize = gguf_tensors.dequantize
         self._undo = gguf_tensors.undo_conversion
-        self._path = header.path
         self._architecture = header.architecture
         self._config = checkpoint.config
         self._entries = {
-            gguf.hf_name(tensor.name, checkpoint.config.model_type): tensor
+            hf_name(tensor.name, checkpoint.config.model_type): tensor
             for tensor in header.tensors
-            if tensor.name not in gguf.ROPE_TENSORS
+            if tensor.name not in ROPE_TENSORS
         }
-        size = Path(header.path).stat().st_size
+        sizes = {path: Path(path).stat().st_size for path in {tensor.path for tensor in header.tensors}}
         self.tensors = {}
         for name, tensor in self._entries.items():
             nbytes = gguf_tensors.nbytes(tensor)
-            if tensor.offset + nbytes > size:
-                raise ConfigError(
-                    f"{header.path} is cut short: {tensor.name} ends at {tensor.offset + nbytes}, the file at {size}"
-                )
+            if tensor.offset + nbytes > sizes[tensor.path]:
+                raise ConfigError(f"{tensor.path} is cut short: it ends in the middle of tensor {tensor.name!r}")
             self.tensors[name] = TensorInfo(tensor.shape, f"GGML type {tensor.ggml_type}", nbytes)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor, nbytes = self._entries[name], self.tensors[name].nbytes
-        data = np.fromfile(self._path, dtype=np.uint8, count=nbytes, offset=tensor.offset)
+        data = np.fromfile(tensor.path, dtype=np.uint8, count=nbytes, offset=tensor.offset)
         if len(data) != nbytes:
-            raise ConfigError(f"{self._path} was cut short while it was read")
+            raise ConfigError(f"{tensor.path} was cut short while it was read")
         values = self._dequantize(torch.from_numpy(data), tensor, dtype)
         heads = self._config.num_heads, self._config.num_kv_heads
         return self._undo(values, tensor.name, self._architecture, *heads)

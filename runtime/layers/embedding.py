@@ -11,7 +11,7 @@ from llmserve.runtime.ops import embedding, logits
 
 
 def split_vocab(vocab_size: int, group: Group) -> Rows:
-    """This rank's rows. All ranks hold equally many; the last rows of the last ones may be padding."""
+    """This rank's rows. All ranks hold equally many; the last ones may end in rows that are never read."""
     share = -(-vocab_size // group.size)
     start = min(group.rank * share, vocab_size)
     return Rows(vocab_size, start, min(share, vocab_size - start))

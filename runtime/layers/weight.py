@@ -28,9 +28,9 @@ class Weight(ABC):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def staged(self) -> Tensor:
-        """Where the next values are written, [*shape]; zeros until they are."""
+        """Where the next values are written, [*shape]; not initialised."""
         if self._staged is None:
-            self._staged = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            self._staged = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return self._staged
 
     def commit(self) -> None:

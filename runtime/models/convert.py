@@ -18,7 +18,8 @@ from typing import Literal
 import platformdirs
 
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.models import gguf
+from llmserve.runtime.models.gguf import GgufHeader, read_header
+from llmserve.runtime.models.gguf_config import to_hf_config
 
 _VERSION = 2
 """Part of every digest: raised when a conversion changes, so that what older versions made is not used."""
@@ -34,9 +35,9 @@ _SLOW_TOKENIZER_FILES = (
 _TIMEOUT_S = 300
 
 
-def converted_gguf(header: gguf.GgufHeader) -> Path:
+def converted_gguf(header: GgufHeader) -> Path:
     """The directory with the config and tokenizer of a GGUF file. Raises ConfigError."""
-    gguf.to_hf_config(header)  # an architecture that is not served fails here, before a child is started
+    to_hf_config(header)  # an architecture that is not served fails here, before a child is started
     return _converted("gguf", Path(header.path), header.digest)
 
 
@@ -111,7 +112,7 @@ def _main(kind: str, source: Path, target: Path) -> None:
         link.symlink_to(source)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=link.name, local_files_only=True)
         link.unlink()
-        config = gguf.to_hf_config(gguf.read_header(source))
+        config = to_hf_config(read_header(source))
         (target / "config.json").write_text(json.dumps(config, indent=2))
         (target / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
     else:

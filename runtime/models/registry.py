@@ -16,6 +16,8 @@ class CausalLM(Protocol):
     """A causal language model, or the part of it that this rank holds, over a paged KV cache."""
 
     config: ModelConfig
+    dtype: torch.dtype
+    """Of the weights and of the hidden states."""
     num_layers: int
     """Layers of this rank; the attention backend knows them as 0 to num_layers - 1."""
     num_kv_heads: int

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from paged import Paged, load
 from test_models import CHUNKS, LLAMA3, LONGROPE, sequences
 from tiny_gguf import ARCHITECTURES, write_gguf
@@ -24,7 +24,9 @@ from checkpoints import make_tiny
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.engine.checkpoint import open_source
 from llmserve.runtime.layers.rotary import cos_sin_table, inverse_frequencies
-from llmserve.runtime.models.gguf import GgufTensor, read_header, to_hf_config
+from llmserve.runtime.models import convert
+from llmserve.runtime.models.gguf import GgufTensor, read_header
+from llmserve.runtime.models.gguf_config import to_hf_config
 from llmserve.runtime.models.gguf_tensors import dequantize
 from llmserve.runtime.models.hf_config import parse_config
 from llmserve.runtime.models.hub import Checkpoint, default_model, resolve
@@ -64,7 +66,7 @@ def test_dequantization_equals_the_gguf_package(name: str) -> None:
     blocks = random.integers(0, 256, (12, size), dtype=np.uint8)
     for offset in SCALE_OFFSETS[name]:
         blocks[:, offset : offset + 2] = random.normal(size=(12, 1)).astype(np.float16).view(np.uint8)
-    tensor = GgufTensor("w", (4, 3 * block), kind, 0)
+    tensor = GgufTensor("", "w", (4, 3 * block), kind, 0)
     expected = gguf.quants.dequantize(blocks.reshape(4, 3 * size), kind)
     assert np.array_equal(dequantize(torch.from_numpy(blocks.ravel()), tensor, torch.float32).numpy(), expected)
 
@@ -72,7 +74,7 @@ def test_dequantization_equals_the_gguf_package(name: str) -> None:
 @pytest.mark.parametrize(("name", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
 def test_plain_types_stay_what_they_are(name: str, dtype: torch.dtype) -> None:
     values = torch.randn(3, 8).to(dtype)
-    tensor = GgufTensor("w", (3, 8), GGMLQuantizationType[name], 0)
+    tensor = GgufTensor("", "w", (3, 8), GGMLQuantizationType[name], 0)
     assert torch.equal(dequantize(values.flatten().view(torch.uint8), tensor, torch.float32), values)
 
 
@@ -157,6 +159,40 @@ def test_tokenizer_of_a_file_equals_the_original(tmp_path: Path) -> None:
     assert checkpoint.name == "tiny"
     template = Path(checkpoint.tokenizer_dir) / "chat_template.jinja"
     assert template.read_text() == "{{ messages[0]['content'] }}"
+
+
+def test_a_file_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What llama.cpp's gguf-split writes: the first part has the metadata, each its share of the tensors."""
+    monkeypatch.setattr(convert, "converted_gguf", lambda header: tmp_path / "model")
+    make_tiny(tmp_path / "model", "llama")
+    whole = write_gguf(tmp_path / "model", tmp_path / "whole.gguf")
+    reader = gguf.GGUFReader(whole)
+    (tmp_path / "parts").mkdir()
+    for number in range(3):
+        part = GGUFWriter(tmp_path / f"parts/tiny-{number + 1:05d}-of-00003.gguf", "llama")
+        for key, field in reader.fields.items():
+            if number == 0 and key.startswith("llama."):
+                part.add_key_value(key, field.contents(), field.types[0])
+        part.add_uint16("split.no", number)
+        part.add_uint16("split.count", 3)
+        for tensor in reader.tensors[number::3]:
+            part.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        part.write_header_to_file()
+        part.write_kv_data_to_file()
+        part.write_tensors_to_file()
+        part.close()
+
+    checkpoint = resolve(str(tmp_path / "parts"))
+    assert checkpoint.path == str(tmp_path / "parts/tiny-00001-of-00003.gguf")
+    expected, computed = (
+        torch.cat(Paged(load(c)).run(sequences(), CHUNKS)) for c in (without_tokenizer(whole), checkpoint)
+    )
+    assert torch.equal(computed, expected)
+    with pytest.raises(ConfigError, match=r"one of 3 parts of a model; give the first, \.\.\.-00001-of-00003"):
+        resolve(str(tmp_path / "parts/tiny-00002-of-00003.gguf"))
+    (tmp_path / "parts/tiny-00003-of-00003.gguf").unlink()
+    with pytest.raises(ConfigError, match=r"tiny-00003-of-00003\.gguf cannot be read: .*No such file"):
+        resolve(str(tmp_path / "parts/tiny-00001-of-00003.gguf"))
 
 
 # ---- damaged and foreign files ------------------------------------------------------------------------------------

@@ -104,6 +104,13 @@ def index(directory: Path, file: object) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
 
 
+def test_other_layouts_of_the_same_weights_are_not_read(tmp_path: Path) -> None:
+    """mistralai's repositories have consolidated.safetensors beside model.safetensors."""
+    make_tiny(tmp_path, "mistral")
+    save_file({"tok_embeddings.weight": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    assert shard_paths(tmp_path) == [tmp_path / "model.safetensors"]
+
+
 @pytest.mark.parametrize(
     "name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "pytorch_model.bin", "..", "", None, 7]
 )
