@@ -90,10 +90,10 @@ def abort(
     if json:
         console.json({"aborted": aborted, "not_found": missing})
     else:
-        for word, names in (("aborted", aborted), ("not found", missing)):
-            if names:
-                console.table((word.upper(),), [(name,) for name in names])
-        if not aborted and not missing:
+        rows = [(rid, "aborted") for rid in aborted] + [(rid, "not found") for rid in missing]
+        if rows:
+            console.table(("RID", "RESULT"), rows)
+        else:
             console.print("no request to abort")
     if missing:
         raise typer.Exit(ExitCode.NOT_FOUND)

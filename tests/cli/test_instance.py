@@ -133,7 +133,7 @@ def test_abort_by_rid(cli: Any, running: Any) -> None:
     client = running("one")
     running("one0")  # a rid matches exactly
     done = cli("abort", "one", "unknown")
-    assert (done.returncode, done.stdout.split()) == (3, ["ABORTED", "one", "NOT", "FOUND", "unknown"])
+    assert (done.returncode, done.stdout.split()) == (3, ["RID", "RESULT", "one", "aborted", "unknown", "not", "found"])
     client.join(PATIENCE_S)
     assert client.answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
     assert cli("abort", "one").returncode == 3
@@ -147,7 +147,7 @@ def test_abort_in_bulk(cli: Any, running: Any) -> None:
     assert cli("abort", "--prefix", "batch-", "--yes", "--json").returncode == 0
     assert [request["rid"] for request in json.loads(cli("requests", "--json").stdout)] == ["other"]
     assert cli("abort", "--older-than", "1h", "--yes").stdout == "no request to abort\n"
-    assert cli("abort", "--all", "--yes").stdout.split() == ["ABORTED", "other"]
+    assert cli("abort", "--all", "--yes").stdout.split() == ["RID", "RESULT", "other", "aborted"]
 
 
 def test_flush_is_refused_while_busy_and_reports_what_it_freed(cli: Any, running: Any) -> None:

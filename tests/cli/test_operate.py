@@ -144,7 +144,7 @@ def test_abort_says_found_or_not_for_each_rid(fake: FakeInstance) -> None:
     fake.handlers[AbortReqInput] = lambda _: AbortReqOutput(aborted=("a",), not_found=("b",))
     result = run("abort", "a", "b")
     assert result.code == 3
-    assert result.out.splitlines() == ["ABORTED", "a", "NOT FOUND", "b"]
+    assert result.out.splitlines() == ["RID  RESULT", "a    aborted", "b    not found"]
     assert fake.requests == [AbortReqInput(rids=("a", "b"))]
     assert json.loads(run("abort", "a", "b", "--json").out) == {"aborted": ["a"], "not_found": ["b"]}
 
