@@ -1,6 +1,9 @@
 """The operators' commands against an instance whose scheduler is a table of answers."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -341,3 +344,44 @@ def test_status_shows_the_instance_in_depth(fake: FakeInstance) -> None:
     assert data["instance"]["name"] == "fake"
     assert data["replicas"][0]["processes"][0]["pid"] == 42
     assert data["replicas"][0]["options"]["port"] == 30000
+
+
+# ---- the terminal --------------------------------------------------------------------------------------------------
+
+
+def test_escapes_only_on_a_terminal_that_wants_them(fake: FakeInstance) -> None:
+    fake.running = [request_info("a")]
+    assert "\x1b[1m" in run("requests", terminal=True).out
+    assert "\x1b" not in run("requests").out
+    for plain in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        result = run("requests", terminal=True, **plain)
+        assert "\x1b" not in result.out + result.err
+
+
+def test_watch_shows_it_again_until_it_is_ended(fake: FakeInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal each time in the same place, off it one list after the other."""
+    fake.running = [request_info("a")]
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("llmserve.cli.requests.time.sleep", nap)
+    result = run("requests", "--watch", "--interval", "0.5", "--json")
+    assert (result.code, naps) == (130, [0.5, 0.5, 0.5])
+    assert [json.loads(line)[0]["rid"] for line in result.out.splitlines()] == ["a", "a", "a"]
+    naps.clear()
+    assert run("requests", "--watch", terminal=True).out.count("\x1b[H\x1b[2J") == 3
+
+
+@pytest.mark.parametrize("command", [["config"], ["config", "--json"]])
+def test_a_reader_that_leaves_early_is_no_error(command: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = Path(sys.executable).with_name("llmserve")
+    done = subprocess.run([program, *command], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == 0
