@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 from tokenizers import Tokenizer
 
 from checkpoints import make_tiny
@@ -174,8 +174,8 @@ def test_the_tokenizer_digest_is_of_the_meaning(tmp_path: Path) -> None:
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of an offline hub."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
 

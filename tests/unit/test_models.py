@@ -44,7 +44,10 @@ def sequences(vocab_size: int = 1000) -> list[list[int]]:
 
 
 def reference_logits(directory: Path, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values()), "transformers would make up what is missing"
     with torch.inference_mode():
         return [model(torch.tensor([ids])).logits[0].float() for ids in sequences()]
 
@@ -119,6 +122,16 @@ def test_yarn_serves_the_length_that_it_stretches_to(tmp_path: Path) -> None:
     config = {"model_type": "qwen2", "max_position_embeddings": 32}
     assert parse_config(config).max_position_embeddings == 32
     assert parse_config(config | {"rope_scaling": YARN}).max_position_embeddings == 128
+
+
+@pytest.mark.parametrize("old_name", ["su", "yarn"])
+def test_older_names_of_longrope(old_name: str) -> None:
+    """The first Phi-3 checkpoints call it su, some yarn, as transformers' Phi3Config knows."""
+    config = {"model_type": "phi3", "head_dim": 16, "original_max_position_embeddings": 64}
+    old = parse_config(config | {"rope_scaling": {**LONGROPE, "rope_type": old_name}})
+    assert old.layers == parse_config(config | {"rope_scaling": LONGROPE}).layers
+    assert old.layers[0].rope is not None
+    assert old.layers[0].rope.type == "longrope"
 
 
 def test_dynamic_rope_is_plain_up_to_the_original_length(tmp_path: Path) -> None:
