@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):

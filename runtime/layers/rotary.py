@@ -1,8 +1,8 @@
 """Tables of cos and sin for rotary position embeddings, with the frequency scalings that model configs ask for.
 
-The formulas are those of transformers' modeling_rope_utils.py. There the frequencies of "longrope" and "dynamic" change
-while a sequence grows. Here the longest sequence that is served fixes them: the cache of a prefix must not depend on
-what came after it.
+The formulas are those of transformers' modeling_rope_utils.py. There the frequencies of "longrope" change while a
+sequence grows. Here the longest sequence that is served fixes them: the cache of a prefix must not depend on what came
+after it.
 """
 
 import math
@@ -23,11 +23,7 @@ def cos_sin_table(rope: RopeConfig, max_positions: int, device: torch.device) ->
 def inverse_frequencies(rope: RopeConfig, max_positions: int) -> Tensor:
     """float32 [rotary_dim / 2], on the CPU."""
     dim, original = rope.rotary_dim, rope.original_max_position_embeddings
-    theta = rope.theta
-    if rope.type == "dynamic":
-        stretch = max(rope.factor * max_positions / original - (rope.factor - 1), 1.0)
-        theta *= stretch ** (dim / (dim - 2))
-    wavelengths = torch.pow(theta, torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    wavelengths = torch.pow(rope.theta, torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     match rope.type:
         case "linear":
             return 1.0 / wavelengths / rope.factor

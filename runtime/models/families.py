@@ -279,6 +279,8 @@ def _rope(config: Json, common: Json, parameters: Json) -> RopeConfig | None:
     name = parameters.get("rope_type") or parameters.get("type") or "default"
     if name == "su" or (config["model_type"] == "phi3" and name == "yarn"):
         name = "longrope"
+    if name == "dynamic":
+        name = "default"  # which it is up to max_position_embeddings, and longer sequences are not served
     if name not in get_args(RopeType):
         return None
     kind = cast(RopeType, name)
