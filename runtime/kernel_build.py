@@ -18,6 +18,8 @@ from pathlib import Path
 
 import platformdirs
 
+from llmserve.runtime.tethered import run_tethered
+
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "ops" / "csrc"
@@ -65,11 +67,11 @@ def begin_build() -> None:
 
 
 def _compile(compiler: str, library: Path) -> None:
-    unfinished = library.with_suffix(f".{os.getpid()}")
+    unfinished = library.with_suffix(".unfinished")
     command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(unfinished)]
     log.info("building native kernels library=%s", library)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+        done = run_tethered(command, BUILD_TIMEOUT_S)
         if done.returncode != 0:
             raise BuildError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
         unfinished.replace(library)

@@ -5,13 +5,13 @@ it does, chat_template.jinja where there is one, and for a GGUF file also config
 Only the child imports transformers.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +20,7 @@ import platformdirs
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.models.gguf import GgufHeader, read_header
 from llmserve.runtime.models.gguf_config import to_hf_config
+from llmserve.runtime.tethered import run_tethered
 
 _VERSION = 2
 """Part of every digest: raised when a conversion changes, so that what older versions made is not used."""
@@ -59,20 +60,21 @@ def _converted(kind: Literal["gguf", "tokenizer"], source: Path, digest: str) ->
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".new-", dir=cache))
+        with open(cache / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (target / "tokenizer.json").is_file():  # else another launch was faster
+                work = cache / ".unfinished"
+                shutil.rmtree(work, ignore_errors=True)  # what a launch that was killed has left
+                work.mkdir()
+                try:
+                    _run_child(kind, source, work)
+                    work.rename(target)
+                finally:
+                    shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise ConfigError(
             f"the cache directory {cache} cannot be written: {error}; set XDG_CACHE_HOME to one that can"
         ) from error
-    try:
-        _run_child(kind, source, work)
-        try:
-            work.rename(target)
-        except OSError:  # another launch was faster
-            if not (target / "tokenizer.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return target
 
 
@@ -84,14 +86,7 @@ def _run_child(kind: str, source: Path, work: Path) -> None:
     }
     command = [sys.executable, "-m", "llmserve.runtime.models.convert", kind, str(source), str(work)]
     try:
-        child = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-        )
+        child = run_tethered(command, _TIMEOUT_S, environment)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"the tokenizer of {source} was not converted within {_TIMEOUT_S} s") from error
     if child.returncode != 0:

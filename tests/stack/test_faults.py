@@ -1,6 +1,8 @@
 """What happens when processes die, are killed or told to end: a fast error for every client, and nothing left over."""
 
+import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -62,6 +64,26 @@ def test_a_main_process_killed_while_loading_leaves_no_child(own_root: Path, tin
     processes = instance.processes()
     instance.process.kill()
     instance.process.wait()
+    assert_gone(processes, 5)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_what_fills_an_empty_cache_ends_with_the_launch(
+    own_root: Path, tmp_path: Path, tiny_model: Path, end: signal.Signals
+) -> None:
+    """A conversion that a child of the main process makes, of a tokenizer without tokenizer.json, takes seconds."""
+    older = tmp_path / "older"
+    shutil.copytree(tiny_model, older)
+    tokenizer = json.loads((older / "tokenizer.json").read_text())["model"]
+    (older / "tokenizer.json").unlink()
+    (older / "vocab.json").write_text(json.dumps(tokenizer["vocab"]))
+    (older / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, tokenizer["merges"])]))
+    instance = start(own_root, "fresh", str(older), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    converts = "llmserve.runtime.models.convert"
+    wait_until(lambda: any(converts in process.cmdline() for process in instance.processes()), 10, "the conversion")
+    processes = instance.processes()
+    instance.process.send_signal(end)
+    instance.wait_ended(5)
     assert_gone(processes, 5)
 
 
