@@ -48,13 +48,22 @@ def test_help_costs_what_a_bare_typer_program_costs() -> None:
     assert ratio(["--help"], {}, {}) <= 1.3
 
 
-@pytest.mark.parametrize("words", ["llmserve la", "llmserve launch --po"])
-def test_completion_costs_what_a_bare_typer_program_costs(words: str) -> None:
-    position = {"COMP_CWORD": str(len(words.split()) - 1)}
-    ours = {"_LLMSERVE_COMPLETE": "complete_bash", "COMP_WORDS": words} | position
-    bare_words = "bare t" if words == "llmserve la" else "bare two --na"
-    bare = {"_BARE_COMPLETE": "complete_bash", "COMP_WORDS": bare_words} | position
-    assert ratio([], ours, bare) <= 1.3
+def completion(program: str, words: str) -> dict[str, str]:
+    """What bash sets to complete the last of `words`."""
+    place = str(len(words.split(" ")) - 1)
+    return {f"_{program}_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+
+
+@pytest.mark.parametrize(
+    ("words", "bare"),
+    [
+        ("llmserve la", "bare t"),
+        ("llmserve launch --po", "bare two --na"),
+        ("llmserve ping --instance ", "bare two --name "),
+    ],
+)
+def test_completion_costs_what_a_bare_typer_program_costs(words: str, bare: str) -> None:
+    assert ratio([], completion("LLMSERVE", words), completion("BARE", bare)) <= 1.3
 
 
 def loaded(code: str, arguments: list[str], environ: dict[str, str]) -> set[str]:
@@ -75,7 +84,7 @@ def loaded(code: str, arguments: list[str], environ: dict[str, str]) -> set[str]
     [
         (["--help"], {}),
         (["launch", "--help"], {}),
-        ([], {"_LLMSERVE_COMPLETE": "complete_bash", "COMP_WORDS": "llmserve launch --po", "COMP_CWORD": "2"}),
+        ([], completion("LLMSERVE", "llmserve launch --po")),
     ],
 )
 def test_help_and_completion_load_nothing_heavy(arguments: list[str], environ: dict[str, str]) -> None:
