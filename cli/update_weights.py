@@ -60,7 +60,7 @@ def report(answer: UpdateWeightReqOutput, dry_run: bool) -> str:
     if answer.differences:
         return "\n".join([f"{answer.model_path} differs from the model that runs:", *answer.differences])
     if dry_run:
-        return f"{answer.model_path} would be accepted ({format.size(answer.bytes)})"
+        return f"{answer.model_path} would be accepted"
     return (
         f"weights {answer.old_version} -> {answer.new_version}: {format.size(answer.bytes)} "
         f"in {format.duration(answer.seconds)}, paused for {format.duration(answer.paused_s)}"

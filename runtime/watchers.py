@@ -66,8 +66,9 @@ class Watchers:
         self._leases.clear()
 
     def _forget_ended(self) -> None:
+        """Of those whose time is over, and of those who have left: what these miss is not dropped."""
         now = self._now()
         for endpoint, (push, end) in list(self._leases.items()):
-            if now >= end:
+            if now >= end or not (self._directory / endpoint).is_socket():
                 push.close()
                 del self._leases[endpoint]

@@ -18,6 +18,8 @@ from llmserve.runtime.messages import Histogram, HttpMetrics, ProcessInfo, Reque
 SCHEMA_VERSION = 1
 WINDOW_S = 60.0
 """Quantiles and the hit rate are over this last time."""
+SHORT_S = 5.0
+"""Quantiles of less time than this would be of a handful of requests: those since the instance's start are given."""
 RATE_S = 3.0
 """Rates are over this last time: short enough to see a change, long enough to be read."""
 HISTORY_S = 300
@@ -302,7 +304,9 @@ class Model:
         if not self._http:
             return Latency()
         newest = self._http[-1]
-        old = self._http[0] if len(self._http) > 1 else None
+        old: HttpMetrics | None = self._http[0]
+        if newest.time - self._http[0].time < SHORT_S:
+            old = None
         return Latency(
             window_s=min(WINDOW_S, now - old.time) if old else 0.0,
             ttft=quantiles(newest.ttft, old.ttft if old else None),

@@ -65,8 +65,9 @@ def test_quantiles_are_of_the_last_minute(snapshot: Snapshot) -> None:
     assert (ttft.p50, ttft.p95, ttft.p99) == pytest.approx((0.55, 0.955, 0.991))
 
 
-def test_one_front_sample_gives_quantiles_since_the_start() -> None:
-    snapshot = fed([scheduler(50), front(50)]).snapshot(START + 50)
+@pytest.mark.parametrize("first", [50, 46])
+def test_a_first_look_gives_quantiles_since_the_start(first: int) -> None:
+    snapshot = fed([scheduler(50), *(front(second) for second in range(first, 51))]).snapshot(START + 50)
     assert snapshot.latency.window_s == 0.0
     assert snapshot.latency.ttft.count == 100
     assert snapshot.latency.ttft.p50 == pytest.approx(0.055)

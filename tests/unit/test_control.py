@@ -754,6 +754,18 @@ def test_a_lease_pushes_metrics_until_it_ends(tmp_path: Path) -> None:
     pull.close()
 
 
+def test_a_watcher_that_has_left_is_forgotten_before_its_lease_ends(tmp_path: Path) -> None:
+    """It took its socket's file away; what it no longer gets does not count as dropped."""
+    harness = Operated(tmp_path)
+    pull = Pull(ipc_address(tmp_path / "watch-1"), MetricsInput)
+    harness.ask(SubscribeMetricsReqInput(endpoint="watch-1", lease_s=60.0))
+    pull.close()
+    (tmp_path / "watch-1").unlink()
+    harness.watchers.offer(harness.scheduler.snapshots.metrics())
+    assert len(harness.watchers) == 0
+    assert harness.watchers.dropped == 0
+
+
 def test_a_watcher_that_does_not_read_is_dropped_from_and_delays_nothing(tmp_path: Path) -> None:
     harness = Operated(tmp_path)
     pull = Pull(ipc_address(tmp_path / "watch-1"), MetricsInput)
