@@ -1,12 +1,14 @@
 """Every family's logits against transformers', on tiny random checkpoints: chunked prefill, then decode, over pages."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from paged import Paged, load
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -168,18 +170,26 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, sharded, strict=True))
 
 
-def test_multimodal_gemma3_serves_its_language_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tied", "prefix", "head"),
+    [
+        (True, "language_model.model.", ""),
+        (False, "language_model.model.", "language_model.lm_head."),
+        (False, "model.language_model.", "lm_head."),
+    ],
+    ids=["tied", "untied", "transformers 5"],
+)
+def test_multimodal_gemma3_serves_its_language_model(tied: bool, prefix: str, head: str, tmp_path: Path) -> None:
     """google/gemma-3-4b-it and larger: the text model under a prefix, beside a vision tower that is not read."""
-    from safetensors.torch import load_file, save_file
-
-    make_tiny(tmp_path / "text", "gemma3_text")
+    make_tiny(tmp_path / "text", "gemma3_text", tie_word_embeddings=tied)
     text = json.loads((tmp_path / "text/config.json").read_text())
     make_tiny(tmp_path / "both", "gemma3_text")
     both = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [2, 5]}
+    both["tie_word_embeddings"] = tied
     (tmp_path / "both/config.json").write_text(json.dumps(both | {"text_config": text}))
     (tmp_path / "both/generation_config.json").unlink()
     tensors = load_file(tmp_path / "text/model.safetensors")
-    prefixed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    prefixed = {re.sub("^model.", prefix, re.sub("^lm_head.", head, name)): values for name, values in tensors.items()}
     save_file(prefixed | {"vision_tower.weight": torch.ones(2)}, tmp_path / "both/model.safetensors")
 
     plain, model = load(tmp_path / "text"), load(tmp_path / "both")

@@ -72,6 +72,14 @@ def test_a_tied_model_ignores_the_head_of_its_checkpoint(tmp_path: Path) -> None
     assert torch.equal(logits(load(tmp_path)), expected)
 
 
+def test_frequencies_in_an_old_checkpoint_are_not_read(tmp_path: Path) -> None:
+    """Llama checkpoints of 2023 hold them for each layer; they follow from the config."""
+    make_tiny(tmp_path, "llama")
+    expected = logits(load(tmp_path))
+    edit(tmp_path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    assert torch.equal(logits(load(tmp_path)), expected)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
