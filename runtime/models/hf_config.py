@@ -46,22 +46,22 @@ def _parse(config: Json, generation: Json) -> ModelConfig:
         )
     family = FAMILIES.get(text["model_type"])
     known = {**family.defaults, **text} if family else text
-    hidden_size = _first(known, "hidden_size", "n_embd", "d_model")
-    num_heads = _first(known, "num_attention_heads", "n_head", "n_heads")
+    hidden_size = _needed(known, "hidden_size", "n_embd", "d_model")
+    num_heads = _needed(known, "num_attention_heads", "n_head", "n_heads")
     stop = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id", known.get("eos_token_id")))
     common: dict[str, Any] = {
         "architecture": architecture,
         "model_type": text["model_type"],
         "vocab_size": known["vocab_size"],
         "hidden_size": hidden_size,
-        "num_layers": _first(known, "num_hidden_layers", "n_layer", "n_layers"),
+        "num_layers": _needed(known, "num_hidden_layers", "n_layer", "n_layers"),
         "num_heads": num_heads,
-        "num_kv_heads": _first(known, "num_key_value_heads", "num_kv_heads", "n_head_kv", default=None) or num_heads,
+        "num_kv_heads": _first(known, "num_key_value_heads", "num_kv_heads", "n_head_kv") or num_heads,
         "head_dim": known.get("head_dim") or hidden_size // num_heads,
-        "max_position_embeddings": _first(known, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
-        "dtype": _dtype(
-            _first(known, "dtype", "torch_dtype", default=None) or config.get("dtype") or config.get("torch_dtype")
+        "max_position_embeddings": _needed(
+            known, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
         ),
+        "dtype": _dtype(_first(known, "dtype", "torch_dtype") or _first(config, "dtype", "torch_dtype")),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", known.get("tie_word_embeddings", True))),
         "eos_token_ids": stop,
         "bos_token_id": next(iter(_ids(config.get("bos_token_id", known.get("bos_token_id")))), None),
@@ -88,14 +88,17 @@ def _longest(config: Json, positions: int) -> int:
     return max(positions, int(original * scaling.get("factor", 1.0)))
 
 
-def _first(config: Json, *keys: str, **default: Any) -> Any:
-    """The value of the first key that is there; architectures name the same things differently."""
-    for key in keys:
-        if config.get(key) is not None:
-            return config[key]
-    if default:
-        return default["default"]
-    raise KeyError(keys[0])
+def _first(config: Json, *keys: str) -> Any:
+    """The value of the first key that has one, else None: architectures name the same things differently."""
+    return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+def _needed(config: Json, *keys: str) -> Any:
+    """The same of what every config must have. Raises KeyError."""
+    value = _first(config, *keys)
+    if value is None:
+        raise KeyError(keys[0])
+    return value
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
