@@ -13,6 +13,7 @@ from llmserve.cli.console import Console
 from llmserve.runtime.config import ConfigError, Secrets, ServerArgs
 
 MODEL, SERVER, BATCHING, TIMES, KEYS, SWITCHES = "Model", "Server", "Memory and batching", "Times", "Keys", "Switches"
+RANKS = "Several ranks"
 LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -175,6 +176,41 @@ def launch(
         float,
         option("--drain-timeout", TIMES, "How long requests may still run when it is told to end.", metavar="SECONDS"),
     ] = 30.0,
+    tp_size: Annotated[
+        int, option("--tp-size", RANKS, "Ranks that share every layer (tensor parallelism).", metavar="N")
+    ] = 1,
+    pp_size: Annotated[
+        int, option("--pp-size", RANKS, "Stages that the layers are split into (pipeline parallelism).", metavar="N")
+    ] = 1,
+    dp_size: Annotated[
+        int, option("--dp-size", RANKS, "Replicas of the whole model, which share the requests.", metavar="N")
+    ] = 1,
+    nnodes: Annotated[
+        int, option("--nnodes", RANKS, "Machines that the ranks are on; launch on each of them.", metavar="N")
+    ] = 1,
+    node_rank: Annotated[
+        int, option("--node-rank", RANKS, "Which of the machines this is; 0 answers the clients.", metavar="N")
+    ] = 0,
+    dist_init_addr: Annotated[
+        str | None,
+        option(
+            "--dist-init-addr",
+            RANKS,
+            "Where the machines meet: an address of node 0.",
+            metavar="HOST:PORT",
+            show_default=False,
+        ),
+    ] = None,
+    nccl_port: Annotated[
+        int | None,
+        option(
+            "--nccl-port",
+            RANKS,
+            "The port where the ranks of one machine meet.",
+            metavar="PORT",
+            show_default="none: in a file",
+        ),
+    ] = None,
     api_key_file: Annotated[
         Path | None,
         option(

@@ -52,12 +52,18 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     attention_backend: Literal["auto", "reference", "native", "varlen"] = "auto"
     tp_size: int = 1
+    """Ranks that share each layer."""
     pp_size: int = 1
+    """Stages that the layers are split into."""
     dp_size: int = 1
+    """Replicas of all that."""
     nnodes: int = 1
     node_rank: int = 0
     dist_init_addr: str | None = None
+    """Where the ranks of several nodes meet: a host of node 0, with a port or with that of nccl_port."""
     nccl_port: int | None = None
+    """Where the ranks of one node meet: a port of the loopback interface, the next one for the next replica; None: in a
+    file of the instance's directory."""
     metrics_auth: bool = True
     """Whether /metrics asks for the API key where there is one."""
     seed: int | None = None
@@ -126,11 +132,47 @@ def check(args: ServerArgs) -> None:
         raise ConfigError(
             f"--max-total-tokens {args.max_total_tokens}: must hold at least one page of {args.page_size} tokens"
         )
+    check_nodes(args)
     if args.seed is not None and not 0 <= args.seed < 2**63:
         raise ConfigError(f"--seed {args.seed}: must be between 0 and 2**63 - 1")
     for name in args.served_model_names:
         if not name or any(not character.isprintable() for character in name):
             raise ConfigError(f"--served-model-name {name!r}: must be printable and not empty")
+
+
+def check_nodes(args: ServerArgs) -> None:
+    """Raises ConfigError for ranks that cannot be laid out over nodes. What the model allows: ranks.check_split."""
+    port, address, nodes = args.nccl_port, args.dist_init_addr, args.nnodes
+    if port is not None and not 1 <= port <= 65536 - args.dp_size:
+        raise ConfigError(
+            f"--nccl-port {port}: a port is between 1 and 65535, and each of --dp-size replicas needs one"
+        )
+    if not 0 <= args.node_rank < nodes:
+        raise ConfigError(f"--node-rank {args.node_rank}: with --nnodes {nodes} it is between 0 and {nodes - 1}")
+    if nodes == 1 and address is not None:
+        raise ConfigError("--dist-init-addr: the ranks of one node need none; give --nnodes too")
+    if nodes == 1:
+        return
+    if args.dp_size > 1:
+        raise ConfigError(
+            f"--dp-size {args.dp_size} with --nnodes {nodes}: replicas lie on the node of the front, which reaches "
+            "them through sockets in a private directory; launch one instance a node instead"
+        )
+    ranks = args.tp_size * args.pp_size
+    if ranks % nodes:
+        raise ConfigError(
+            f"--nnodes {nodes}: {ranks} ranks (--tp-size {args.tp_size} times --pp-size {args.pp_size}) do not spread "
+            f"evenly; what works is {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
+        )
+    if address is None:
+        raise ConfigError(f"--nnodes {nodes}: give --dist-init-addr HOST:PORT, an address of node 0, on every node")
+    host, _, end = address.rpartition(":")
+    if not host and port is None:
+        raise ConfigError(f"--dist-init-addr {address}: it has no port; give HOST:PORT, or --nccl-port")
+    if host and not (end.isascii() and end.isdecimal() and 1 <= int(end) <= 65535):
+        raise ConfigError(f"--dist-init-addr {address}: expected HOST:PORT, with a port between 1 and 65535")
+    if host and port not in (None, int(end)):
+        raise ConfigError(f"--dist-init-addr {address}: --nccl-port says {port}; give one of them")
 
 
 def check_name(name: str) -> None:

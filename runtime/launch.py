@@ -7,7 +7,6 @@ serve.py puts a server in front of it, Engine uses it as it is. The child's side
 import asyncio
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from llmserve.runtime.messages import SchedulerMetrics
 from llmserve.runtime.models import hub
 from llmserve.runtime.ports import PortArgs
 from llmserve.runtime.processes import ChildProcess, describe_end
+from llmserve.runtime.ranks import Place, alone, check_ports, check_split, network_environment, places, threads_of
 from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.tokenizer_manager import TokenizerManager
 
@@ -87,6 +87,8 @@ class Stack:
         self.tokenizer_manager: TokenizerManager
         self._front: TokenizerManager | None = None
         self._children: list[ChildProcess] = []
+        self._ranks: dict[ChildProcess, Place] = {}
+        self._detokenizer: ChildProcess
         self._failure: asyncio.Future[LaunchError] | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._stopping = False
@@ -111,40 +113,63 @@ class Stack:
 
     async def _start(self) -> None:
         args = self.args
-        ports = PortArgs.init_new(self.instance.directory)
+        ports = [PortArgs.init_new(self.instance.directory, replica) for replica in range(args.dp_size)]
         self.instance.update(
             host=args.host, port=args.port, model=args.model, served_model_names=args.served_model_names
         )
-        # The children import while we look for the checkpoint: most of the time of a start is theirs.
-        scheduler = self._spawn("scheduler", "llmserve.runtime.scheduler.process", scheduler_environment(args))
-        detokenizer = self._spawn("detokenizer", "llmserve.runtime.detokenizer", LIGHT_ENVIRONMENT)
+        if alone(args):
+            # The children import while we look for the checkpoint: most of the time of a start is theirs.
+            self._spawn_all()
         self.checkpoint = await in_thread(hub.resolve, args.model, args.load_format)
         config = self.checkpoint.config
+        if not alone(args):
+            check_split(args, config)
+            check_ports(args)
+            self._spawn_all()
         log.info("found model path=%s", self.checkpoint.path)
         self.observer.stage("model", f"{self.checkpoint.name} ({config.model_type}, {self.checkpoint.format})")
         self.instance.update(
             model=self.checkpoint.path,
             served_model_names=args.served_model_names or (self.checkpoint.name,),
             children=tuple(child.pid for child in self._children),
-            rpc_addresses=(ports.rpc_ipc_name,),
+            rpc_addresses=tuple(replica.rpc_ipc_name for replica in ports),
         )
-        directory = str(self.instance.directory)
         for child in self._children:
-            child.send(
-                ChildInit(role=child.role, args=args, ports=ports, directory=directory, checkpoint=self.checkpoint)
-            )
+            self._give_orders(child, ports)
         tokenizer = await in_thread(Tokenizer.load, self.checkpoint.tokenizer_dir)
-        self._front = TokenizerManager(args, ports, self.checkpoint, tokenizer)
+        self._front = TokenizerManager(args, ports[0], self.checkpoint, tokenizer)
         await self._front.start()
-        await detokenizer.ready
-        self.facts = (await scheduler.ready).facts
-        self._front.ready(int(self.facts["max_model_len"]), detokenizer.pid)
+        for child in self._children:
+            await child.ready
+        self.facts = facts_of([rank.ready.result().facts for rank in self._ranks])
+        self._front.ready(int(self.facts["max_model_len"]), self._detokenizer.pid)
         self.tokenizer_manager = self._front
-        self._watchdog = asyncio.create_task(self._watch(scheduler))
+        self._watchdog = asyncio.create_task(self._watch())
 
     def announce_ready(self) -> None:
         """Requests are taken from now on, and whoever waits for that may know."""
         self.instance.update(state="ready")
+
+    def _spawn_all(self) -> None:
+        args = self.args
+        environment = scheduler_environment(args)
+        for place in places(args):
+            role = "scheduler" if alone(args) else place.name
+            self._ranks[self._spawn(role, "llmserve.runtime.scheduler.process", environment)] = place
+        self._detokenizer = self._spawn("detokenizer", "llmserve.runtime.detokenizer", LIGHT_ENVIRONMENT)
+
+    def _give_orders(self, child: ChildProcess, ports: list[PortArgs]) -> None:
+        place = self._ranks.get(child, Place(0, 0, 0))
+        child.send(
+            ChildInit(
+                role=child.role,
+                args=self.args,
+                ports=ports[place.dp_rank],
+                directory=str(self.instance.directory),
+                checkpoint=self.checkpoint,
+                **place._asdict(),
+            )
+        )
 
     def _spawn(self, role: str, module: str, environment: Mapping[str, str]) -> ChildProcess:
         child = ChildProcess(role, module, self.args.name, environment, self._on_status)
@@ -161,7 +186,7 @@ class Stack:
         return await asyncio.shield(self._failure)
 
     def _on_status(self, child: ChildProcess, status: Status) -> None:
-        if isinstance(status, Progress):
+        if isinstance(status, Progress) and self._ranks.get(child, Place(0, 0, 0)) == (0, 0, 0):
             self.observer.progress(status.stage, status.done, status.total, status.unit)
 
     def _on_end(self, child: ChildProcess, code: int) -> None:
@@ -182,7 +207,7 @@ class Stack:
         if self._front is not None:
             self._front.fail(reason)
 
-    async def _watch(self, scheduler: ChildProcess) -> None:
+    async def _watch(self) -> None:
         """Ends the instance when the scheduler has work but makes no step, or says nothing, for watchdog_timeout."""
         timeout = self.args.watchdog_timeout
         if timeout == 0:
@@ -200,8 +225,10 @@ class Stack:
             if latest is not None and made_progress(seen, latest):
                 seen, moved = latest, now
             if now - moved > timeout:
-                scheduler.dump_stacks()
+                for rank in self._ranks:
+                    rank.dump_stacks()
                 await asyncio.sleep(STACKS_WAIT_S)
+                scheduler = next(iter(self._ranks))
                 self._fail(f"the {scheduler} made no step for {timeout:g} s; its stacks are in the log")
                 return
 
@@ -284,9 +311,15 @@ LIGHT_ENVIRONMENT = {
 
 
 def scheduler_environment(args: ServerArgs) -> dict[str, str]:
-    """What OpenMP reads when torch is imported: one thread for each core that we may use, or --threads.
+    """What OpenMP and gloo read when torch is imported: threads, and which interface the ranks' traffic takes.
 
     They wait passively: spinning at a barrier while another process has the core made loading ten times slower.
     """
-    threads = args.threads or len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    threads = str(threads_of(args))
+    network = {} if alone(args) else network_environment(args)
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", **network}
+
+
+def facts_of(ranks: list[dict[str, Fact]]) -> dict[str, Fact]:
+    """What the first rank says, with the weights of all."""
+    return {**ranks[0], "weight_bytes": sum(int(facts["weight_bytes"]) for facts in ranks)}

@@ -369,6 +369,10 @@ class ProcessInfo(Row, frozen=True, kw_only=True):
     cpu_percent: float = 0.0
     weight_bytes: int = 0
     dropped_messages: int = 0
+    busy_s: float = 0.0
+    """Time in steps since the start but for waiting for the stage before."""
+    collectives: dict[str, dict[str, int]] = {}
+    """{"calls", "bytes"} by operation since the start; empty where a rank is alone."""
 
 
 class GetStatusReqInput(ControlRequest["GetStatusReqOutput"], frozen=True, kw_only=True):
@@ -464,6 +468,8 @@ class SchedulerMetrics(Message, frozen=True, kw_only=True):
     step_s: float = 0.0
     """The duration of the last step."""
     pages_total: int = 0
+    active_s: float = 0.0
+    """Time since the start with a step in some stage: of this a stage that is not busy has waited the rest."""
     processes: tuple[ProcessInfo, ...] = ()
     requests: tuple[RequestInfo, ...] = ()
 

@@ -1,55 +1,102 @@
 """The ranks that one model is split over, and this process's place among them. collectives.py has the collectives."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 from torch import distributed
 
+RENDEZVOUS_TIMEOUT_S = 600.0
+"""For the other ranks to start, on other nodes too, and for the reading of a tensor."""
+
+
+class Counts:
+    """Collectives that this rank has taken part in, by operation."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def add(self, operation: str, nbytes: int) -> None:
+        self.calls[operation] += 1
+        self.bytes[operation] += nbytes
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        return {name: {"calls": self.calls[name], "bytes": self.bytes[name]} for name in sorted(self.calls)}
+
 
 @dataclass(frozen=True)
 class Group:
-    """This process's place among the ranks of one kind of parallelism. With size 1 every collective is a no-op."""
+    """This process's place among the ranks of one kind of parallelism. Without a process group every collective is a
+    no-op.
+    """
 
     rank: int = 0
     size: int = 1
     process_group: distributed.ProcessGroup | None = None
+    counts: Counts = field(default_factory=Counts, compare=False)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Tensor-parallel ranks hold slices of the same layers, pipeline ranks hold different layers."""
+    """Tensor-parallel ranks hold slices of the same layers, pipeline ranks hold different layers.
+
+    `control` and `weights` join all ranks: the first in the CPU's memory, for plans and reports, the second on the
+    devices, for what is rare and large. Each is used by one thread at a time, so that no rank mixes up their order.
+    """
 
     tp: Group = Group()
     pp: Group = Group()
+    control: Group = Group()
+    weights: Group = Group()
+
+    @property
+    def joined(self) -> bool:
+        """Whether there are process groups, be it of this rank alone."""
+        return self.weights.process_group is not None
+
+    @property
+    def counts(self) -> Counts:
+        return self.weights.counts
 
 
 def init_topology(rank: int, tp_size: int, pp_size: int, init_method: str, device: str, timeout_s: float) -> Topology:
-    """Joins the tp_size * pp_size ranks at `init_method` (tcp://HOST:PORT); rank = pp_rank * tp_size + tp_rank.
+    """Joins the tp_size * pp_size ranks at `init_method` (file:// or tcp://); rank = pp_rank * tp_size + tp_rank.
 
-    Every rank must call it. nccl joins CUDA devices, gloo CPUs. A collective that takes longer than `timeout_s` raises.
+    Every rank must call it. nccl joins CUDA devices, gloo CPUs. A collective of a step that takes longer than
+    `timeout_s` raises.
     """
     world = tp_size * pp_size
-    if world == 1:
-        return Topology()
+    patient, timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S), timedelta(seconds=timeout_s)
     distributed.init_process_group(
         "nccl" if torch.device(device).type == "cuda" else "gloo",
         init_method=init_method,
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=patient,
     )
     tp_ranks = [[stage * tp_size + i for i in range(tp_size)] for stage in range(pp_size)]
     pp_ranks = [[stage * tp_size + i for stage in range(pp_size)] for i in range(tp_size)]
-    return Topology(tp=_join(tp_ranks, rank), pp=_join(pp_ranks, rank))
+    everyone, counts = list(range(world)), Counts()
+    return Topology(
+        tp=_join(tp_ranks, rank, timeout, counts),
+        pp=_join(pp_ranks, rank, timeout, counts),
+        control=_join([everyone], rank, timeout, counts, backend="gloo"),
+        weights=_join([everyone], rank, patient, counts),
+    )
 
 
-def _join(groups: list[list[int]], rank: int) -> Group:
-    """Makes every group, which all ranks must do in the same order, and returns this rank's."""
-    mine = Group()
+def _join(groups: list[list[int]], rank: int, timeout: timedelta, counts: Counts, backend: str | None = None) -> Group:
+    """Makes every group, which all ranks must do in the same order, and returns this rank's.
+
+    A rank alone in a group gets none, unless it is alone altogether: then it wants the collectives all the same.
+    """
+    mine = Group(counts=counts)
     for ranks in groups:
-        if len(ranks) > 1:
-            handle = distributed.new_group(ranks)
-            if rank in ranks:
-                mine = Group(ranks.index(rank), len(ranks), handle)
+        if len(ranks) == 1 and distributed.get_world_size() > 1:
+            continue
+        handle = distributed.new_group(ranks, timeout=timeout, backend=backend)
+        if rank in ranks:
+            mine = Group(ranks.index(rank), len(ranks), handle, counts)
     return mine

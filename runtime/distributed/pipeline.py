@@ -1,9 +1,11 @@
 """Pipeline parallelism: which layers a stage has, and how hidden states go from one stage to the next."""
 
+from collections import deque
+
 import torch
 from torch import Tensor, distributed
 
-from llmserve.runtime.distributed.collectives import all_gather
+from llmserve.runtime.distributed.collectives import all_gather, finish, receive, send
 from llmserve.runtime.distributed.groups import Topology
 
 
@@ -20,16 +22,29 @@ def stage_layers(num_layers: int, rank: int, size: int) -> range:
     return range(start, start + counts[rank])
 
 
-def send_hidden(hidden: Tensor, topology: Topology) -> None:
-    """Sends hidden states [T, hidden] to the next stage: each tensor-parallel rank its slice of the columns."""
-    part = hidden.chunk(topology.tp.size, -1)[topology.tp.rank].contiguous()
-    distributed.send(part, group_dst=topology.pp.rank + 1, group=topology.pp.process_group)
+class Pipe:
+    """The two ends of a stage. Each tensor-parallel rank sends its slice of the columns; the receivers gather them."""
 
+    def __init__(self, topology: Topology, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.first = topology.pp.rank == 0
+        self.last = topology.pp.rank == topology.pp.size - 1
+        self._tp, self._pp = topology.tp, topology.pp
+        self._width = hidden_size // topology.tp.size
+        self._dtype, self._device = dtype, device
+        self._sent: deque[tuple[Tensor, distributed.Work]] = deque()
+        """What is on its way, kept until it has arrived."""
 
-def receive_hidden(
-    num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device, topology: Topology
-) -> Tensor:
-    """Receives hidden states [num_tokens, hidden_size] from the stage before."""
-    part = torch.empty(num_tokens, hidden_size // topology.tp.size, dtype=dtype, device=device)
-    distributed.recv(part, group_src=topology.pp.rank - 1, group=topology.pp.process_group)
-    return all_gather(part, topology.tp)
+    def receive(self, num_tokens: int) -> Tensor:
+        """The hidden states [num_tokens, hidden_size] of the stage before; waits for them."""
+        part = torch.empty(num_tokens, self._width, dtype=self._dtype, device=self._device)
+        return all_gather(receive(part, self._pp.rank - 1, self._pp), self._tp)
+
+    def send(self, hidden: Tensor) -> None:
+        """Sends hidden states [T, hidden_size] on, and returns before they have arrived.
+
+        The next stage may still be at earlier steps: at most so many are on their way as there are stages.
+        """
+        while len(self._sent) >= self._pp.size:
+            finish(self._sent.popleft()[1])
+        part = hidden.chunk(self._tp.size, -1)[self._tp.rank].contiguous()
+        self._sent.append((part, send(part, self._pp.rank + 1, self._pp)))

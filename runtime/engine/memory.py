@@ -14,12 +14,13 @@ CUDA_SHARE = 0.85
 """Of the memory that is free once the weights are loaded: the rest is for activations and logits."""
 
 
-def pool_tokens(args: ServerArgs, max_model_len: int, geometry: PageGeometry) -> int:
+def pool_tokens(args: ServerArgs, max_model_len: int, geometry: PageGeometry, sharing: int = 1) -> int:
     """Tokens in the KV pool: --max-total-tokens, else what fits, but no more than the running requests could ever use.
 
+    `sharing` ranks have the same memory and take as much of it each.
     Raises ConfigError when the pool would not fit into the memory, or hold a single page.
     """
-    available = available_bytes(geometry.device)
+    available = available_bytes(geometry.device) // sharing
     bytes_per_token = geometry.bytes_per_page // geometry.page_size
     if args.max_total_tokens is not None:
         tokens, needed = args.max_total_tokens, args.max_total_tokens * bytes_per_token

@@ -1,26 +1,30 @@
 """Makes a worker: device and dtype, the model with its weights, a KV pool that fits, and a warm-up."""
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
 
-from llmserve.runtime.attention.base import PageGeometry
+from llmserve.runtime.attention.base import AttentionBackend, PageGeometry
 from llmserve.runtime.attention.native import NativeAttention
 from llmserve.runtime.attention.select import make_attention
 from llmserve.runtime.config import ConfigError, ServerArgs
-from llmserve.runtime.engine.batch import WorkerInfo
+from llmserve.runtime.distributed.collectives import least, total
+from llmserve.runtime.distributed.groups import Topology
+from llmserve.runtime.engine.batch import PlanRow, SampleSpec, StepPlan, WorkerInfo, int32_bytes
 from llmserve.runtime.engine.memory import pool_tokens
+from llmserve.runtime.engine.ranks import Leader, Rank
 from llmserve.runtime.engine.swap import ModelSwap
 from llmserve.runtime.engine.weights import load_weights, weight_bytes
 from llmserve.runtime.engine.worker import TpModelWorker
+from llmserve.runtime.messages import SamplingParams
 from llmserve.runtime.models.configs import ModelConfig
 from llmserve.runtime.models.decoder import Decoder
 from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.models.native_decoder import NativeDecoder, runs_natively
-from llmserve.runtime.models.registry import build_model
+from llmserve.runtime.models.registry import CausalLM, build_model
 from llmserve.runtime.ops import native
+from llmserve.runtime.ranks import places, threads_of
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +35,43 @@ Progress = Callable[[str, float, float, str], None]
 def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) -> TpModelWorker:
     """Loads `checkpoint` and makes it ready to run steps. Raises ConfigError when the options do not fit here."""
     device = choose_device(args.device)
+    model, attention, info = build_parts(args, checkpoint, progress, device, Topology())
+    if isinstance(model, Decoder) and isinstance(attention, NativeAttention) and runs_natively(model):
+        model = NativeDecoder(model, attention)
+    worker = TpModelWorker(model, attention, info, device)
+    worker.swap = ModelSwap(model, checkpoint)
+    warm_up(worker, progress)
+    return worker
+
+
+def create_rank(args: ServerArgs, checkpoint: Checkpoint, progress: Progress, topology: Topology, index: int) -> Rank:
+    """The same for a part of a model that several ranks hold, which all call it; not warmed up, as that takes them all.
+
+    `index` numbers the ranks of this machine, for their devices.
+    """
+    device = choose_device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", index)
+    return Rank(*build_parts(args, checkpoint, progress, device, topology), device, topology)
+
+
+def warm_up(worker: TpModelWorker | Leader, progress: Progress) -> None:
+    """Runs a prefill and a decode in the first page, so that the first request finds kernels and buffers made."""
+    progress("warm-up", 0, 1, "")
+    page, tokens = int32_bytes([0]), min(4, worker.info.page_size - 1)
+    drawn = SampleSpec(params=SamplingParams(temperature=0.0), seed=0, position=tokens)
+    for start, ids in ((0, [0] * tokens), (tokens, [0])):
+        row = PlanRow(token_ids=int32_bytes(ids), start=start, pages=page, sample=drawn)
+        worker.submit(StepPlan(rows=(row,))).result()
+    progress("warm-up", 1, 1, "")
+
+
+def build_parts(
+    args: ServerArgs, checkpoint: Checkpoint, progress: Progress, device: torch.device, topology: Topology
+) -> tuple[CausalLM, AttentionBackend, WorkerInfo]:
+    """This rank's layers with their weights, its KV pool, and what it offers: as many pages as every rank has."""
     if device.type == "cpu":
-        threads = args.threads or len(os.sched_getaffinity(0))
+        threads = threads_of(args)
         torch.set_num_threads(threads)
         native.set_threads(threads)
     config = checkpoint.config
@@ -40,8 +79,8 @@ def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) 
 
     longest = longest_sequence(args, config)
 
-    model = build_model(config, dtype, device, longest)
-    load_weights(model, checkpoint, lambda done, total: progress("weights", done, total, "bytes"))
+    model = build_model(config, dtype, device, longest, topology)
+    load_weights(model, checkpoint, lambda done, total: progress("weights", done, total, "bytes"), topology)
 
     geometry = PageGeometry(
         num_layers=model.num_layers,
@@ -51,27 +90,19 @@ def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) 
         dtype=dtype,
         device=device,
     )
-    info = plan_pool(args, config, geometry, longest, weight_bytes(model))
+    info = plan_pool(args, config, geometry, longest, weight_bytes(model), topology)
     progress("kv pool", info.num_pages * info.page_size, info.num_pages * info.page_size, "tokens")
-    attention = make_attention(args.attention_backend, geometry, info.num_pages, config.num_heads)
-    if isinstance(model, Decoder) and isinstance(attention, NativeAttention) and runs_natively(model):
-        model = NativeDecoder(model, attention)
-    worker = TpModelWorker(model, attention, info, device)
-    worker.swap = ModelSwap(model, checkpoint)
-
-    progress("warm-up", 0, 1, "")
-    worker.warm_up()
-    progress("warm-up", 1, 1, "")
+    heads = config.num_heads // topology.tp.size
+    attention = make_attention(args.attention_backend, geometry, info.num_pages, heads)
     log.info(
-        "worker ready device=%s dtype=%s model=%s attention=%s kv_tokens=%d kv_bytes=%d",
+        "model ready device=%s dtype=%s attention=%s kv_tokens=%d kv_bytes=%d",
         device,
         dtype,
-        type(model).__name__,
         type(attention).__name__,
         info.num_pages * info.page_size,
         attention.pool.nbytes,
     )
-    return worker
+    return model, attention, info
 
 
 def choose_device(name: str) -> torch.device:
@@ -93,23 +124,30 @@ def longest_sequence(args: ServerArgs, config: ModelConfig) -> int:
 
 
 def plan_pool(
-    args: ServerArgs, config: ModelConfig, geometry: PageGeometry, longest: int, weight_bytes: int
+    args: ServerArgs,
+    config: ModelConfig,
+    geometry: PageGeometry,
+    longest: int,
+    weight_bytes: int,
+    topology: Topology,
 ) -> WorkerInfo:
     """What the worker offers; a sequence may not outgrow the pool. Raises ConfigError where --max-model-len would."""
-    num_pages = pool_tokens(args, longest, geometry) // args.page_size
-    total = num_pages * args.page_size
-    if args.max_model_len is not None and args.max_model_len > total:
+    ranks_here = len(places(args)) if geometry.device.type == "cpu" else 1  # they share the memory
+    num_pages = pool_tokens(args, longest, geometry, ranks_here) // args.page_size
+    num_pages = least(num_pages, topology.weights, geometry.device)
+    tokens = num_pages * args.page_size
+    if args.max_model_len is not None and args.max_model_len > tokens:
         raise ConfigError(
-            f"--max-model-len {args.max_model_len} does not fit into a KV pool of {total} tokens; "
+            f"--max-model-len {args.max_model_len} does not fit into a KV pool of {tokens} tokens; "
             "lower it, or raise --max-total-tokens"
         )
     return WorkerInfo(
         vocab_size=config.vocab_size,
-        max_model_len=min(longest, total),
+        max_model_len=min(longest, tokens),
         hidden_size=config.hidden_size,
         eos_token_ids=config.eos_token_ids,
         num_pages=num_pages,
         page_size=args.page_size,
-        bytes_per_page=geometry.bytes_per_page,
+        bytes_per_page=total(geometry.bytes_per_page, topology.weights, geometry.device),
         weight_bytes=weight_bytes,
     )

@@ -15,7 +15,9 @@ import msgspec
 import torch
 
 from llmserve.runtime.config import ConfigError
+from llmserve.runtime.distributed.groups import Topology
 from llmserve.runtime.engine.checkpoint import Source, open_source
+from llmserve.runtime.engine.shared_source import SharedSource
 from llmserve.runtime.layers.weight import Slot, Weight
 from llmserve.runtime.models.configs import ModelConfig
 from llmserve.runtime.models.hub import Checkpoint, tokenizer_digest
@@ -39,16 +41,25 @@ class SwapCancelled(Exception):
 
 
 class _Step(NamedTuple):
-    """One tensor of the checkpoint, and the slots that its rows go to in order."""
+    """One tensor of the checkpoint, and the slots that its rows go to in order: none where it is another stage's."""
 
     name: str
     nbytes: int
+    dtype: torch.dtype
     slots: list[Slot]
 
 
-def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Fills a new model. Raises ConfigError when the checkpoint is not exactly the model's, naming what differs."""
-    source = open_source(checkpoint)
+def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: Progress, topology: Topology | None = None) -> None:
+    """Fills a new model. Raises ConfigError when the checkpoint is not exactly the model's, naming what differs.
+
+    Of several ranks, which all call it, the first one reads.
+    """
+    source: Source
+    if topology is not None and topology.joined:
+        reads = topology.weights.rank == 0
+        source = SharedSource(open_source(checkpoint) if reads else None, topology.weights, weights_of(model)[0].device)
+    else:
+        source = open_source(checkpoint)
     steps, differences = _plan(model, source)
     if differences:
         raise ConfigError(_summary(checkpoint, differences))
@@ -81,13 +92,18 @@ def preflight(model: CausalLM, current: Checkpoint, new: Checkpoint) -> list[str
 
 
 def stage_weights(
-    model: CausalLM, checkpoint: Checkpoint, progress: Progress, cancelled: Callable[[], bool] = lambda: False
+    model: CausalLM,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    cancelled: Callable[[], bool] = lambda: False,
+    source: Source | None = None,
 ) -> int:
     """Reads and checks the weights of `checkpoint` beside the ones that serve; returns the bytes read.
 
-    Raises ConfigError (differences, a damaged file, values that are not finite) or SwapCancelled: nothing is staged.
+    `source` is `checkpoint` where it is open already. Raises ConfigError (differences, a damaged file, values that are
+    not finite) or SwapCancelled: nothing is staged.
     """
-    source = open_source(checkpoint)
+    source = source or open_source(checkpoint)
     steps, differences = _plan(model, source)
     if differences:
         raise ConfigError(_summary(checkpoint, differences))
@@ -127,21 +143,30 @@ def _load(source: Source, steps: list[_Step], progress: Progress, finite: bool =
     """Stages tensor after tensor and yields each slot that has been filled."""
     done, total = 0, sum(step.nbytes for step in steps)
     for step in steps:
-        tensor = source.read(step.name, step.slots[0].weight.dtype)
-        if finite and not torch.isfinite(tensor).all():
-            raise ConfigError(f"tensor {step.name!r} has values that are not finite")
-        rows = [slot.shape[0] for slot in step.slots]
-        for slot, part in zip(step.slots, torch.split(tensor, rows), strict=True):
-            slot.load(part)
-            yield slot
+        _fill(source, step, finite)
+        yield from step.slots
         done += step.nbytes
         progress(done, total)
 
 
+def _fill(source: Source, step: _Step, finite: bool) -> None:
+    """Its tensor is gone when it returns: there is never more than one, and none while a weight is packed."""
+    tensor = source.read(step.name, step.dtype)
+    if finite and not torch.isfinite(tensor).all():
+        raise ConfigError(f"tensor {step.name!r} has values that are not finite")
+    if step.slots:
+        rows = [slot.shape[0] for slot in step.slots]
+        for slot, part in zip(step.slots, torch.split(tensor, rows), strict=True):
+            slot.load(part)
+
+
 def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
-    """How the tensors of a checkpoint enter this rank's model, and how the checkpoint and the whole model differ."""
+    """How the tensors of a checkpoint enter this rank's model, and how the checkpoint and the whole model differ.
+
+    All ranks read all tensors where they share them, each its own ones otherwise.
+    """
     own = dict(model.slots())
-    slots = own if model.num_layers == model.config.num_layers else _slots_of_all_stages(model.config)
+    slots = own if model.num_layers == model.config.num_layers else _slots_of_all_stages(model)
     steps, differences, missing = [], [], dict.fromkeys(slots)
     for name, info in source.tensors.items():
         own_name = _own_name(name, model.config)
@@ -159,15 +184,16 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
             differences.append(f"{name}: dtype {info.dtype} is not supported")
         for known in names:
             missing.pop(known, None)
-        if names[0] in own:
-            steps.append(_Step(name, info.nbytes, [own[known] for known in names]))
+        if names[0] in own or isinstance(source, SharedSource):
+            mine = [own[known] for known in names if known in own]
+            steps.append(_Step(name, info.nbytes, targets[0].weight.dtype, mine))
     differences.extend(f"{name}: missing" for name in missing)
     return steps, differences
 
 
-def _slots_of_all_stages(config: ModelConfig) -> dict[str, Slot]:
-    """Names and shapes of the whole model, of which a pipeline stage has a part. Nothing can be loaded into them."""
-    return dict(build_model(config, torch.float32, torch.device("meta"), 1).slots())
+def _slots_of_all_stages(model: CausalLM) -> dict[str, Slot]:
+    """Names, shapes and dtypes of the whole model, of which `model` is a stage. Nothing can be loaded into them."""
+    return dict(build_model(model.config, model.dtype, torch.device("meta"), 1).slots())
 
 
 def _own_name(name: str, config: ModelConfig) -> str | None:

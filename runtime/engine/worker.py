@@ -21,11 +21,9 @@ from llmserve.runtime.engine.batch import (
     WeightSwap,
     WorkerInfo,
     int32_array,
-    int32_bytes,
 )
 from llmserve.runtime.engine.forward import make_forward_batch
 from llmserve.runtime.engine.sampler import logprobs_of, sample
-from llmserve.runtime.messages import SamplingParams
 from llmserve.runtime.models.registry import CausalLM
 
 PROMPT_LOGPROB_ROWS = 128
@@ -52,19 +50,15 @@ class TpModelWorker:
             handle.set_exception(error)
         return handle
 
-    def warm_up(self) -> None:
-        """Runs a prefill and a decode in the first page, so that the first request finds kernels and buffers made."""
-        page, tokens = int32_bytes([0]), min(4, self.info.page_size - 1)
-        drawn = SampleSpec(params=SamplingParams(temperature=0.0), seed=0, position=tokens)
-        for start, ids in ((0, [0] * tokens), (tokens, [0])):
-            row = PlanRow(token_ids=int32_bytes(ids), start=start, pages=page, sample=drawn)
-            self.submit(StepPlan(rows=(row,))).result()
-
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
         batch, starts = make_forward_batch(plan, self.info.page_size, self._device)
         self._attention.plan(batch)
         hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
+        return self._results(plan, hidden, starts)
+
+    def _results(self, plan: StepPlan, hidden: Tensor, starts: list[int]) -> StepResult:
+        """What the plan asks of the final hidden states [T, hidden]."""
         drawn = iter(self._draw(plan, hidden, starts))
         rows = []
         for row, (start, end) in zip(plan.rows, pairwise(starts), strict=True):
@@ -84,7 +78,7 @@ class TpModelWorker:
         last = [end - 1 for row, end in zip(plan.rows, starts[1:], strict=True) if row.sample is not None]
         if len(last) < hidden.shape[0]:
             hidden = hidden[torch.tensor(last, device=self._device)]
-        return sample(self._model.logits(hidden), specs)
+        return self._sample(self._model.logits(hidden), specs)
 
     def _prompt_logprobs(self, row: PlanRow, top: int, hidden: Tensor) -> SampledLogprobs:
         """Those of the tokens that follow each of the row's tokens; the last one's only if the plan tells it."""
@@ -93,13 +87,21 @@ class TpModelWorker:
             following.append(row.next_token)
         targets = torch.tensor(following, dtype=torch.int64, device=self._device)
         spans = [slice(i, i + PROMPT_LOGPROB_ROWS) for i in range(0, len(following), PROMPT_LOGPROB_ROWS)]
-        parts = [logprobs_of(self._model.logits(hidden[: len(following)][span]), targets[span], top) for span in spans]
+        parts = [
+            self._logprobs(self._model.logits(hidden[: len(following)][span]), targets[span], top) for span in spans
+        ]
         return SampledLogprobs(
             token_logprobs=b"".join(part.token_logprobs for part in parts),
             top=top,
             top_ids=b"".join(part.top_ids for part in parts),
             top_logprobs=b"".join(part.top_logprobs for part in parts),
         )
+
+    def _sample(self, logits: Tensor, specs: list[SampleSpec]) -> list[RowResult]:
+        return sample(logits, specs)
+
+    def _logprobs(self, logits: Tensor, targets: Tensor, top: int) -> SampledLogprobs:
+        return logprobs_of(logits, targets, top)
 
 
 def _pooled(row: PlanRow, hidden: Tensor) -> RowResult:

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.logging import disable_progress_bar
 
 from llmserve.runtime.attention.base import AttentionBackend, AttentionSpec
 from llmserve.runtime.config import ConfigError
@@ -40,6 +41,7 @@ class TransformersModel:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
+        self.dtype = dtype
         self.num_layers = config.num_layers
         self.num_kv_heads = config.num_kv_heads
         self._model = _make_model(config, dtype, device)
@@ -219,3 +221,4 @@ def _paged_attention(
 
 
 AttentionInterface.register(_ATTENTION, _paged_attention)
+disable_progress_bar()  # type: ignore[no-untyped-call]  # a log line a file is enough, and standard error is the log

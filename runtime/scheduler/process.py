@@ -1,8 +1,13 @@
-"""The scheduler process: it makes the worker and the sockets, says that it is ready, and runs the loop."""
+"""The scheduler process: it makes the worker and the sockets, says that it is ready, and runs the loop.
+
+Where several ranks hold the model this is the first of them; the others, which run this module too, follow it.
+"""
 
 # ruff: noqa: E402
 
 import logging
+import os
+import time
 from pathlib import Path
 
 from llmserve.runtime import kernel_build
@@ -10,8 +15,15 @@ from llmserve.runtime.child import ChildInit, Reporter
 
 kernel_build.begin_build()  # now, where there is nothing built yet: the compiler takes longer than what follows
 
-from llmserve.runtime.engine.runner import create_worker
+import torch
+
+from llmserve.runtime.distributed.collectives import RankLost
+from llmserve.runtime.distributed.groups import Topology, init_topology
+from llmserve.runtime.engine.batch import Worker, WorkerDied
+from llmserve.runtime.engine.ranks import Leader, follow
+from llmserve.runtime.engine.runner import choose_device, create_rank, create_worker, warm_up
 from llmserve.runtime.messages import SchedulerInput, SchedulerMetrics
+from llmserve.runtime.ranks import Place, check_devices, places, rendezvous
 from llmserve.runtime.scheduler.control import Control
 from llmserve.runtime.scheduler.loop import Scheduler
 from llmserve.runtime.scheduler.rpc import RpcServer
@@ -21,12 +33,65 @@ from llmserve.runtime.wire import Poller, Pull, Push, Router
 
 log = logging.getLogger(__name__)
 
+NO_TIMEOUT_S = 86_400.0
+LOST_GRACE_S = 4.0
+"""The main process sees at once which rank has died, and ends the others. One that nobody ends says what it knows."""
+
 
 def run(init: ChildInit, report: Reporter) -> None:
     """Serves until the process is ended. Raises ConfigError for options that do not fit, and WorkerDied."""
+    args = init.args
+    if args.tp_size * args.pp_size == 1 and args.nccl_port is None:
+        serve(init, report, create_worker(args, init.checkpoint, report.progress))
+        return
+    try:
+        run_rank(init, report)
+    except (RankLost, WorkerDied) as error:
+        log.error("ranks lost reason=%s", error)
+        time.sleep(LOST_GRACE_S)
+        report.error(str(error))
+        os._exit(1)  # torch would wait for the ranks that are gone
+
+
+def run_rank(init: ChildInit, report: Reporter) -> None:
+    """One of several ranks: serves on the first, follows on the others."""
+    args = init.args
+    topology, index = join(init)
+    rank = create_rank(args, init.checkpoint, report.progress, topology, index)
+    if topology.control.rank > 0:
+        report.ready(weight_bytes=rank.info.weight_bytes)
+        follow(rank)
+
+    def lost(text: str) -> None:
+        log.error("ranks lost reason=%s", text)
+        time.sleep(LOST_GRACE_S)
+        report.error(text)
+        os._exit(1)
+
+    leader = Leader(rank, init.checkpoint, lost)
+    warm_up(leader, report.progress)
+    serve(init, report, leader)
+
+
+def join(init: ChildInit) -> tuple[Topology, int]:
+    """This rank's groups, and its number among the ranks of this machine."""
+    args = init.args
+    device = choose_device(args.device)
+    here = places(args)
+    index = here.index(Place(init.dp_rank, init.pp_rank, init.tp_rank))
+    if device.type == "cuda":
+        check_devices(len(here), torch.cuda.device_count())
+        torch.cuda.set_device(index)
+    rank = init.pp_rank * args.tp_size + init.tp_rank
+    where = rendezvous(args, init.directory, init.dp_rank)
+    timeout_s = args.watchdog_timeout or NO_TIMEOUT_S
+    return init_topology(rank, args.tp_size, args.pp_size, where, device.type, timeout_s), index
+
+
+def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:
+    """The scheduler of `worker`: sockets, readiness, the loop."""
     ports = init.ports
     tokenizer = Tokenizer.load(init.checkpoint.tokenizer_dir)
-    worker = create_worker(init.args, init.checkpoint, report.progress)
     inbox = Pull(ports.scheduler_input_ipc_name, SchedulerInput)
     router = Router(ports.rpc_ipc_name)
     tokens, text = Push(ports.detokenizer_ipc_name), Push(ports.tokenizer_ipc_name)
@@ -48,7 +113,11 @@ def run(init: ChildInit, report: Reporter) -> None:
         embeddings=text,
         offer_metrics=offer_metrics,
         dp_rank=init.dp_rank,
+        depth=init.args.pp_size,
     )
+    if isinstance(worker, Leader):
+        scheduler.snapshots.ranks = worker.all_reports
+        scheduler.snapshots.active_s = lambda: worker.active_s
     # A lease travels down the pipeline: the detokenizer passes it on to the front, which has metrics too.
     control = Control(scheduler, init.checkpoint.path, watchers, forward=tokens.send)
     scheduler.control = RpcServer(router, control.start, reply=text.send, busy=lambda: not scheduler.quiet)

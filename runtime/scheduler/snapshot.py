@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import psutil
 
 from llmserve.runtime.messages import GetLoadReqOutput, ProcessInfo, RequestInfo, SchedulerMetrics
@@ -24,6 +25,9 @@ class Snapshots:
         self.bad_frames: Callable[[], int] = lambda: 0
         """Set by who knows the sockets."""
         self.dropped_messages: Callable[[], int] = lambda: 0
+        self.ranks: Callable[[], tuple[ProcessInfo, ...]] = lambda: ()
+        """Where there are several, what they say of themselves, this one first. Set, as the next, by who knows them."""
+        self.active_s: Callable[[], float] = lambda: 0.0
         self._scheduler = scheduler
         self._dp_rank = dp_rank
         self._began = scheduler.now()
@@ -58,7 +62,8 @@ class Snapshots:
             bad_frames_total=self.bad_frames(),
             step_s=counters.step_s,
             pages_total=kv.total,
-            processes=(self.process(),),
+            active_s=self.active_s(),
+            processes=self.own_processes(),
             requests=self.requests(limit=SHOWN_REQUESTS),
         )
 
@@ -80,21 +85,25 @@ class Snapshots:
         return tuple(request_info(request, now, show_text) for request in [*table.running, *table.waiting][:limit])
 
     def processes(self) -> tuple[ProcessInfo, ...]:
-        """Those of the whole instance: the main process, which is our parent, and its children."""
+        """The main process, which is our parent, the ranks of this replica, and what both replicas and front share."""
         main = self._process.parent()
         if main is None:
-            return (self.process(),)
+            return self.own_processes()
         others = [process_info("main", main)]
         for child in main.children():
             with contextlib.suppress(psutil.Error):
                 command = child.cmdline()
-                if CHILD_MODULE in command and child.pid != os.getpid():
-                    others.append(process_info(command[command.index(CHILD_MODULE) + 1], child))
-        return (others[0], self.process(), *others[1:])
+                role = command[command.index(CHILD_MODULE) + 1] if CHILD_MODULE in command else "scheduler"
+                if not role.startswith("scheduler"):
+                    others.append(process_info(role, child))
+        return (others[0], *self.own_processes(), *others[1:])
 
-    def process(self) -> ProcessInfo:
-        """This one."""
-        return ProcessInfo(
+    def own_processes(self) -> tuple[ProcessInfo, ...]:
+        """This one, and the other ranks of this replica."""
+        ranks = [msgspec.structs.replace(rank, dp_rank=self._dp_rank) for rank in self.ranks()]
+        if ranks:
+            return (msgspec.structs.replace(ranks[0], dropped_messages=self.dropped_messages()), *ranks[1:])
+        own = ProcessInfo(
             role="scheduler",
             pid=os.getpid(),
             dp_rank=self._dp_rank,
@@ -103,6 +112,7 @@ class Snapshots:
             weight_bytes=self._scheduler.worker.info.weight_bytes,
             dropped_messages=self.dropped_messages(),
         )
+        return (own,)
 
 
 def process_info(role: str, process: psutil.Process) -> ProcessInfo:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from checkpoints import make_tiny
 from llmserve.runtime.attention.base import ForwardBatch
+from llmserve.runtime.distributed.collectives import least
 from llmserve.runtime.distributed.groups import Group, Topology, init_topology
-from llmserve.runtime.distributed.pipeline import receive_hidden, send_hidden, stage_layers
+from llmserve.runtime.distributed.pipeline import Pipe, stage_layers
 from llmserve.runtime.engine.weights import load_weights, weight_bytes
 from llmserve.runtime.layers.embedding import split_vocab
 from llmserve.runtime.layers.linear import split_heads, split_rows
@@ -26,18 +27,15 @@ from llmserve.runtime.models.registry import build_model
 class Staged(Paged):
     """One rank of a model that is split into stages."""
 
-    topology: Topology
+    pipe: Pipe
 
     def compute(self, batch: ForwardBatch) -> Tensor:
         """Logits from the last stage; from an earlier one the hidden states that it sends on."""
-        pp, hidden = self.topology.pp, None
-        if pp.rank > 0:
-            width = self.model.config.hidden_size
-            hidden = receive_hidden(batch.num_tokens, width, torch.float32, torch.device("cpu"), self.topology)
+        hidden = None if self.pipe.first else self.pipe.receive(batch.num_tokens)
         out = self.model.forward(batch.input_ids, batch.positions, self.attention, hidden)
-        if pp.rank == pp.size - 1:
+        if self.pipe.last:
             return self.model.logits(out)
-        send_hidden(out, self.topology)
+        self.pipe.send(out)
         return out
 
 
@@ -49,10 +47,11 @@ def run_rank(
         topology = init_topology(rank, tp_size, pp_size, rendezvous, "cpu", timeout_s=20)
         checkpoint = resolve(directory)
         model = build_model(checkpoint.config, torch.float32, torch.device("cpu"), topology=topology)
-        load_weights(model, checkpoint, lambda done, total: None)
+        load_weights(model, checkpoint, lambda done, total: None, topology)
         ranked = Staged(model)
-        ranked.topology = topology
+        ranked.pipe = Pipe(topology, checkpoint.config.hidden_size, torch.float32, torch.device("cpu"))
         logits = torch.cat(ranked.run(sequences(998), CHUNKS))
+        least(0, topology.weights, torch.device("cpu"))  # a stage that ends early takes along what it still sends
         results.put((rank, weight_bytes(model), logits.numpy()))
     except Exception:
         results.put((rank, 0, traceback.format_exc()))

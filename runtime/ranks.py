@@ -1,0 +1,178 @@
+"""Where the ranks of a model run and which splits of a model there can be. Imports no torch: the launch reads it.
+
+A replica has tp_size * pp_size ranks; rank = pp_rank * tp_size + tp_rank. Replicas (dp) are whole groups of ranks on
+one node; the ranks of one replica may lie on several nodes, the same number on each. What ranks say to each other is
+distributed/'s.
+"""
+
+import os
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from llmserve.runtime.config import ConfigError, ServerArgs
+from llmserve.runtime.models.configs import ModelConfig
+
+
+class Place(NamedTuple):
+    """Which part of the instance a scheduler process is."""
+
+    dp_rank: int
+    pp_rank: int
+    tp_rank: int
+
+    @property
+    def name(self) -> str:
+        return f"scheduler-dp{self.dp_rank}-pp{self.pp_rank}-tp{self.tp_rank}"
+
+
+def places(args: ServerArgs) -> list[Place]:
+    """The ranks that run on this node, those that schedule first in their replica."""
+    first, count = args.node_rank * ranks_per_node(args), ranks_per_node(args)
+    return [
+        Place(replica, rank // args.tp_size, rank % args.tp_size)
+        for replica in range(args.dp_size)
+        for rank in range(first, first + count)
+    ]
+
+
+def ranks_per_node(args: ServerArgs) -> int:
+    """Of one replica."""
+    return args.tp_size * args.pp_size // args.nnodes
+
+
+def alone(args: ServerArgs) -> bool:
+    """Whether one process holds the whole model and is the only one that does."""
+    return args.tp_size * args.pp_size * args.dp_size == 1
+
+
+def threads_of(args: ServerArgs) -> int:
+    """CPU threads of a rank: --threads, else an equal part of the cores that we may use, and at least one."""
+    return args.threads or max(1, len(os.sched_getaffinity(0)) // len(places(args)))
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def check_split(args: ServerArgs, config: ModelConfig) -> None:
+    """Raises ConfigError when the model cannot be split so, with the sizes that would work."""
+    tp_size, pp_size = args.tp_size, args.pp_size
+    if tp_size * pp_size > 1 and config.implementation == "transformers":
+        raise ConfigError(
+            f"{config.architecture} runs through transformers' modules, which cannot be split: "
+            "use --tp-size 1 --pp-size 1; --dp-size works"
+        )
+    if tp_size > 1 and config.qk_norm == "projection":
+        raise ConfigError(
+            f"--tp-size {tp_size}: {config.model_type} normalizes queries over all heads together, which cannot be "
+            f"split by heads; use --tp-size 1, and --pp-size up to {config.num_layers}"
+        )
+    if not tensor_parallel(config, tp_size, pp_size):
+        sizes = [n for n in range(1, config.num_heads + 1) if tensor_parallel(config, n, pp_size)]
+        raise ConfigError(
+            f"--tp-size {tp_size}: {config.num_heads} heads, {config.num_kv_heads} KV heads and an MLP of "
+            f"{config.intermediate_size} cannot be shared so; what works is {', '.join(map(str, sizes))}"
+        )
+    if pp_size > config.num_layers:
+        raise ConfigError(
+            f"--pp-size {pp_size}: the model has {config.num_layers} layers, so at most {config.num_layers} stages"
+        )
+    if args.device == "cuda":
+        check_devices(len(places(args)), visible_devices())
+
+
+def tensor_parallel(config: ModelConfig, tp_size: int, pp_size: int) -> bool:
+    """Whether so many ranks can share each layer. With more ranks than KV heads, neighbours hold the same one."""
+    kv_heads = config.num_kv_heads
+    return (
+        config.num_heads % tp_size == 0
+        and (kv_heads % tp_size == 0 or tp_size % kv_heads == 0)
+        and config.intermediate_size % tp_size == 0
+        and (pp_size == 1 or config.hidden_size % tp_size == 0)
+    )
+
+
+def check_devices(ranks: int, devices: int) -> None:
+    """Raises ConfigError when this node has fewer CUDA devices than ranks."""
+    if ranks > devices:
+        raise ConfigError(
+            f"{ranks} ranks on this node need a CUDA device each and there are {devices}: lower --tp-size, --pp-size "
+            "or --dp-size, or use --device cpu, where ranks may share the cores"
+        )
+
+
+def visible_devices() -> int:
+    """CUDA devices by what the driver and CUDA_VISIBLE_DEVICES say, without CUDA."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return present if chosen is None else min(present, len([name for name in chosen.split(",") if name.strip()]))
+
+
+# ---- where they meet -------------------------------------------------------------------------------------------------
+
+
+def rendezvous(args: ServerArgs, directory: str, dp_rank: int) -> str:
+    """Where the ranks of a replica find each other, as torch.distributed's init_method.
+
+    On one node a file in the instance's private directory: no port that another launch could take. --nccl-port asks for
+    a port of the loopback interface instead, and several nodes meet at --dist-init-addr.
+    """
+    if args.nnodes > 1:
+        host, port = init_address(args)
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    if args.nccl_port is not None:
+        return f"tcp://127.0.0.1:{args.nccl_port + dp_rank}"
+    return f"file://{directory}/ranks-{dp_rank}"
+
+
+def init_address(args: ServerArgs) -> tuple[str, int]:
+    """Host and port of --dist-init-addr, or its host and --nccl-port."""
+    assert args.dist_init_addr is not None
+    host, _, port = args.dist_init_addr.rpartition(":")
+    if not host:
+        host, port = args.dist_init_addr, str(args.nccl_port)
+    return host.strip("[]"), int(port)
+
+
+def check_ports(args: ServerArgs) -> None:
+    """Raises ConfigError when a port of the rendezvous is taken. Ranks that bind it later than another say so too."""
+    if args.node_rank > 0 or (args.nnodes == 1 and args.nccl_port is None):
+        return
+    host, port = init_address(args) if args.nnodes > 1 else ("127.0.0.1", args.nccl_port or 0)
+    for offset in range(args.dp_size):
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            socket.create_server((host, port + offset), family=family).close()
+        except OSError as error:
+            raise ConfigError(
+                f"the ranks cannot meet at {host} port {port + offset}: {error.strerror}; choose another port, or on "
+                "one node none at all"
+            ) from None
+
+
+def network_environment(args: ServerArgs) -> dict[str, str]:
+    """Which interface the ranks' traffic takes: the loopback, or the one that leads to --dist-init-addr."""
+    address = "127.0.0.1" if args.nnodes == 1 else local_address(*init_address(args))
+    name = interface_of(address)
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
+
+
+def local_address(host: str, port: int) -> str:
+    """Our own address on the way to `host`. Raises ConfigError when there is no way."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"--dist-init-addr {host}:{port} cannot be reached: {error.strerror}") from None
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an address; empty where none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
+            return name
+    return ""
