@@ -4,6 +4,7 @@ A backend is planned once a step and then run once a layer. It chooses how a pag
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,18 +70,20 @@ class KVPool:
     """The key and value pages of all layers, allocated once. Untouched memory of a CPU pool is not resident."""
 
     def __init__(
-        self, geometry: PageGeometry, num_pages: int, key_shape: tuple[int, ...], value_shape: tuple[int, ...]
-    ):
+        self,
+        geometry: PageGeometry,
+        num_pages: int,
+        key_shape: tuple[int, ...],
+        value_shape: tuple[int, ...],
+        allocate: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+    ) -> None:
         """`key_shape` and `value_shape` are those of one page of one layer, as the backend lays it out."""
         self.geometry = geometry
         self.num_pages = num_pages
-
-        def pages(shape: tuple[int, ...]) -> list[Tensor]:
-            size = (num_pages, *shape)
-            return [torch.empty(size, dtype=geometry.dtype, device=geometry.device) for _ in range(geometry.num_layers)]
-
-        self.keys = pages(key_shape)
-        self.values = pages(value_shape)
+        empty = allocate or (lambda shape, dtype: torch.empty(shape, dtype=dtype, device=geometry.device))
+        layers = range(geometry.num_layers)
+        self.keys = [empty((num_pages, *key_shape), geometry.dtype) for _ in layers]
+        self.values = [empty((num_pages, *value_shape), geometry.dtype) for _ in layers]
 
     @property
     def nbytes(self) -> int:

@@ -28,6 +28,7 @@ class NativeAttention(AttentionBackend):
             num_pages,
             (geometry.num_kv_heads, blocks, geometry.head_dim // pack, native.BLOCK, pack),
             (geometry.num_kv_heads, blocks, native.BLOCK // pack, geometry.head_dim, pack),
+            native.empty,
         )
         self.num_heads = num_heads
         self._kernels = kernels

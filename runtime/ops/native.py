@@ -6,6 +6,7 @@ The calls check nothing: shapes, dtypes and contiguity are the callers' business
 import ctypes
 import functools
 import logging
+import math
 from ctypes import CDLL, POINTER, c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -21,6 +22,8 @@ PANEL = 64
 """Outputs that a packed weight keeps together: its rows are padded to a multiple."""
 BLOCK = 16
 """Tokens of a page that the attention kernels keep together: page sizes are a multiple."""
+CACHE_LINE = 64
+ARENA_CHUNK = 32 << 20
 
 
 class Linear(ctypes.Structure):
@@ -110,6 +113,7 @@ class AttentionCall(ctypes.Structure):
 
 _SIGNATURES = {
     "set_threads": (None, [c_int]),
+    "huge_pages": (None, [c_void_p, c_int64]),
     "pack": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64]),
     "unpack": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64]),
     "gather_rows": (None, [c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
@@ -165,6 +169,30 @@ def set_threads(threads: int) -> None:
 def threads_for(rows: int) -> int:
     """How many threads a matrix product of so many rows is shared among; the crew takes no more than it has."""
     return 64
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory on the CPU that is large and read in long runs, in huge pages where the system has them."""
+    tensor = torch.empty(shape, dtype=dtype)
+    _kernels().llmserve_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
+
+
+class Arena:
+    """Memory for many tensors that stay: together they fill huge pages, which each alone would not."""
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor that starts at a cache line. Memory comes back when all tensors of a chunk are gone."""
+        size = math.prod(shape) * dtype.itemsize
+        rounded = -(-size // CACHE_LINE) * CACHE_LINE
+        if rounded > self._rest.shape[0]:
+            chunk = empty((max(rounded, ARENA_CHUNK) + CACHE_LINE,), torch.uint8)
+            self._rest = chunk[-chunk.data_ptr() % CACHE_LINE :]
+        tensor, self._rest = self._rest[:size].view(dtype).view(shape), self._rest[rounded:]
+        return tensor
 
 
 # The functions below are for `usable` tensors only.

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from llmserve.runtime.ops import native
 
+_arena = native.Arena()
+
 
 class PackedWeight:
     """The weight [N, K] of a linear layer. `copy_` replaces its values in place, so a weight swap is a copy.
@@ -19,7 +21,10 @@ class PackedWeight:
         words = 4 // weight.dtype.itemsize or 1
         self.panels = native.usable(weight.contiguous()) and self.in_features % words == 0
         rows = -(-self.out_features // native.PANEL) * native.PANEL if self.panels else self.out_features
-        self.data = torch.empty((rows, self.in_features), dtype=weight.dtype, device=weight.device)
+        if self.panels:
+            self.data = _arena.empty((rows, self.in_features), weight.dtype)
+        else:
+            self.data = torch.empty((rows, self.in_features), dtype=weight.dtype, device=weight.device)
         self.copy_(weight)
 
     @property

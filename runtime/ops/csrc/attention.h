@@ -17,6 +17,7 @@ constexpr int kBlock = 16;   // keys that lie together, one a lane
 constexpr int kChunk = 128;  // keys whose scores are made at once
 constexpr int kSpan = 512;   // keys that a task may be split at
 constexpr int kQueryRows = 96;
+constexpr float kLog2E = 1.44269504088896341f;
 
 // The pages of one layer: keys as [page][head][page_size / 16][D / pack][16][pack], so that a vector holds one dimension (pair)
 // of 16 keys; values as [page][head][page_size / 16][16 / pack][D][pack].
@@ -65,8 +66,8 @@ struct Batch {
     int64_t table_stride;
 };
 
-// What a query block has summed so far: for each of its rows the largest score, the sum of the exponentials, and the
-// weighted values [rows, head_dim].
+// What a query block has summed so far: for each of its rows the largest score (to the base 2, as all scores here), the sum of
+// the weights, and the weighted values [rows, head_dim].
 struct Sums {
     float* largest;
     float* total;
@@ -85,7 +86,7 @@ struct Sums {
         for (int r = 0; r < rows; ++r) {
             if (other.total[r] == 0.0f) continue;
             const float top = std::max(largest[r], other.largest[r]);
-            const float mine = total[r] == 0.0f ? 0.0f : std::exp(largest[r] - top), theirs = std::exp(other.largest[r] - top);
+            const float mine = total[r] == 0.0f ? 0.0f : std::exp2(largest[r] - top), theirs = std::exp2(other.largest[r] - top);
             largest[r] = top;
             total[r] = total[r] * mine + other.total[r] * theirs;
             float *to = values + r * head_dim, *from = other.values + r * head_dim;
@@ -145,11 +146,17 @@ class Attention {
             for (int tile = 0, row = 0; tile < tiles; ++tile) {
                 const int height = (rows - row + tiles - tile - 1) / (tiles - tile);
                 const int lowest = q.position + row / group_, highest = q.position + (row + height - 1) / group_;
-                const bool seen = chunk <= highest && (!spec_.window || chunk + kChunk > lowest - spec_.window + 1);
-                if (seen) {
+                const bool any = chunk <= highest && (!spec_.window || chunk + kChunk > lowest - spec_.window + 1);
+                const bool all = chunk + kChunk - 1 <= lowest && (!spec_.window || chunk > highest - spec_.window);
+                if (any) {
                     with_rows(height, [&](auto constant) {
-                        score<decltype(constant)::value>(q, row, chunk, blocks, key_blocks, scratch, sums);
-                        add_values<decltype(constant)::value>(row, blocks, value_blocks, scratch, sums);
+                        constexpr int Rows = decltype(constant)::value;
+                        if (all) {
+                            score<Rows, false>(q, row, chunk, blocks, key_blocks, scratch, sums);
+                        } else {
+                            score<Rows, true>(q, row, chunk, blocks, key_blocks, scratch, sums);
+                        }
+                        add_values<Rows>(row, blocks, value_blocks, scratch, sums);
                     });
                 }
                 row += height;
@@ -171,21 +178,22 @@ class Attention {
   private:
     // The values of a block's first `live` keys, zeros after them: what another sequence left there may not be finite.
     const T* without_stale(const T* block, int live, T* copy) const {
-        const int width = pages_.head_dim * pack<T>;
-        for (int key = 0; key < kBlock; ++key) {
-            for (int d = 0; d < pages_.head_dim; ++d) {
-                const int at = key / pack<T> * width + d * pack<T> + key % pack<T>;
-                copy[at] = key < live ? block[at] : T{};
+        const int words = pages_.head_dim;  // a word holds one dimension of `pack` keys
+        for (int key = 0; key < kBlock; key += pack<T>) {
+            const int kept = std::clamp(live - key, 0, pack<T>);
+            const __m512i mask = _mm512_set1_epi32(kept == 0 ? 0 : kept == pack<T> ? -1 : 0xffff);
+            for (int d = 0; d < words; d += kLanes) {
+                const int at = key * words + d * pack<T>;
+                _mm512_storeu_si512(copy + at, _mm512_and_si512(mask, _mm512_loadu_si512(block + at)));
             }
         }
         return copy;
     }
 
-    template <int Rows>
+    // The weights of a chunk's keys for some rows; `Masked`: not all rows see all keys.
+    template <int Rows, bool Masked>
     void score(const QueryBlock& q, int row, int chunk, int blocks, const T* const* key_blocks, Scratch<T>& scratch, const Sums& all) const {
         const int head_dim = pages_.head_dim;
-        const __m512 scale = _mm512_set1_ps(spec_.scale);
-        const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         __m512 best[Rows];
         for (auto& b : best) b = _mm512_set1_ps(-INFINITY);
         for (int first = 0; first < blocks; first += 4) {
@@ -198,16 +206,9 @@ class Attention {
                 [four](int step, int c) { return four[c] + step * (kBlock * pack<T>); }, [](int) {});
             for (int r = 0; r < Rows; ++r) {
                 const int position = q.position + (row + r) / group_;
-                const __m512i last = _mm512_set1_epi32(position), before = _mm512_set1_epi32(spec_.window ? position - spec_.window : -1);
                 for (int c = 0; c < 4; ++c) {
-                    __m512 s = _mm512_mul_ps(sums[r][c], scale);
-                    if (spec_.softcap != 0.0f) {
-                        const __m512 cap = _mm512_set1_ps(spec_.softcap);
-                        s = _mm512_mul_ps(cap, tanh(_mm512_div_ps(s, cap)));
-                    }
-                    const __m512i key = _mm512_add_epi32(lane, _mm512_set1_epi32(chunk + (first + c) * kBlock));
-                    const __mmask16 seen = _mm512_cmple_epi32_mask(key, last) & _mm512_cmpgt_epi32_mask(key, before);
-                    s = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, s);
+                    __m512 s = scaled(sums[r][c]);
+                    if constexpr (Masked) s = hide(s, position, chunk + (first + c) * kBlock);
                     best[r] = _mm512_max_ps(best[r], s);
                     _mm512_store_ps(scratch.scores + r * kChunk + (first + c) * kBlock, s);
                 }
@@ -222,12 +223,12 @@ class Attention {
             const __m512 top = _mm512_set1_ps(largest);
             __m512 total = _mm512_setzero_ps();
             for (int b = 0; b < blocks; ++b) {
-                const __m512 weight = exp(_mm512_sub_ps(_mm512_load_ps(scratch.scores + r * kChunk + b * kBlock), top));
+                const __m512 weight = exp2(_mm512_sub_ps(_mm512_load_ps(scratch.scores + r * kChunk + b * kBlock), top));
                 total = _mm512_add_ps(total, weight);
                 store(scratch.weights + r * kChunk + b * kBlock, weight);
             }
             if (largest != all.largest[row + r]) {
-                const float shrink = _mm512_cvtss_f32(exp(_mm512_set1_ps(all.largest[row + r] - largest)));
+                const float shrink = std::exp2(all.largest[row + r] - largest);
                 all.total[row + r] *= shrink;
                 float* values = all.values + (row + r) * head_dim;
                 for (int d = 0; d < head_dim; d += kLanes) store(values + d, _mm512_mul_ps(load(values + d), _mm512_set1_ps(shrink)));
@@ -235,6 +236,22 @@ class Attention {
             }
             all.total[row + r] += _mm512_reduce_add_ps(total);
         }
+    }
+
+    // Scores to the base 2, so that a weight is 2^score.
+    __m512 scaled(__m512 product) const {
+        if (spec_.softcap == 0.0f) return _mm512_mul_ps(product, _mm512_set1_ps(spec_.scale * kLog2E));
+        const __m512 bounded = tanh(_mm512_mul_ps(product, _mm512_set1_ps(spec_.scale / spec_.softcap)));
+        return _mm512_mul_ps(bounded, _mm512_set1_ps(spec_.softcap * kLog2E));
+    }
+
+    // The scores of 16 keys from `key` on, -inf where the token at `position` does not see them.
+    __m512 hide(__m512 scores, int position, int key) const {
+        const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i keys = _mm512_add_epi32(lane, _mm512_set1_epi32(key));
+        const int before = spec_.window ? position - spec_.window : -1;
+        const __mmask16 seen = _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(position)) & _mm512_cmpgt_epi32_mask(keys, _mm512_set1_epi32(before));
+        return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, scores);
     }
 
     template <int Rows>

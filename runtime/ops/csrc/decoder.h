@@ -190,11 +190,12 @@ class Decoder : public AnyDecoder {
         }
     }
 
-    // A phase over tokens, eight to a task.
+    // A phase over tokens. Tasks are large where there are many: tokens that are neighbours write into the same lines of a page.
     template <class Row>
     void rows_phase(Walk& walk, int tokens, Row&& row) {
-        walk.phase((tokens + 7) / 8, [&](int task) {
-            for (int t = task * 8; t < std::min(tokens, task * 8 + 8); ++t) row(t);
+        const int a_task = tokens < 64 ? 8 : 64;
+        walk.phase((tokens + a_task - 1) / a_task, [&](int task) {
+            for (int t = task * a_task; t < std::min(tokens, (task + 1) * a_task); ++t) row(t);
         });
     }
 

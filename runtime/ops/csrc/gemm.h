@@ -86,18 +86,20 @@ void unpack_panel(const T* packed, T* weight, int64_t outputs, int64_t inputs, i
     }
 }
 
-// x [rows, K] times one panel; finish(row, sums) gets each row's 64 sums. Meanwhile `next`, if any, comes into the cache:
-// it is the panel that this thread will probably multiply next, and memory is what a small batch waits for.
+// x [rows, K] times one panel; finish(row, sums) gets each row's 64 sums. Meanwhile `next`, if any, comes into the cache: the
+// panel that this thread will probably multiply next. One line is asked for at a time, evenly over the steps of all tiles: the
+// core drops prefetches that come in bursts. A single tile leaves no time between them, and the hardware's own prefetcher does
+// better there.
 template <class T, class Finish>
 void multiply_panel(const T* x, int64_t row_stride, int rows, const T* panel, int64_t inputs, const T* next, Finish&& finish) {
     const int steps = static_cast<int>(inputs / pack<T>);
     const int tiles = (rows + kTileRows - 1) / kTileRows;
-    const int lines_a_step = next ? (4 + tiles - 1) / tiles : 0;
+    constexpr int kLinesAStep = 4;
+    const int interval = std::max(1, tiles / kLinesAStep);
+    const char* line = reinterpret_cast<const char*>(next);
+    const char* end = next && tiles > 1 ? line + static_cast<int64_t>(steps) * kLinesAStep * 64 : line;
     for (int tile = 0, row = 0; tile < tiles; ++tile) {
         const int height = (rows - row + tiles - tile - 1) / (tiles - tile);
-        // Tile t fetches the t-th share of the next panel, which is 4 cache lines a step.
-        const int fetched_lines = tile * lines_a_step < 4 ? lines_a_step : 0;
-        const char* ahead = reinterpret_cast<const char*>(next) + static_cast<int64_t>(tile) * lines_a_step * steps * 64;
         with_rows(height, [&](auto constant) {
             constexpr int Rows = constant;
             __m512 sums[Rows][4];
@@ -105,12 +107,16 @@ void multiply_panel(const T* x, int64_t row_stride, int rows, const T* panel, in
                 for (auto& sum : of_row) sum = _mm512_setzero_ps();
             auto weights = [panel](int step, int c) { return panel + step * (kPanel * pack<T>) + c * (kLanes * pack<T>); };
             const T* start = x + row * row_stride;
-            if (fetched_lines == 0) {
-                multiply<T, Rows, 4>(sums, start, row_stride, steps, weights, [](int) {});
-            } else {
-                multiply<T, Rows, 4>(sums, start, row_stride, steps, weights, [=](int step) {
-                    for (int i = 0; i < fetched_lines; ++i) _mm_prefetch(ahead + (step * fetched_lines + i) * 64, _MM_HINT_T1);
+            if (line < end) {
+                int turn = 0;
+                multiply<T, Rows, 4>(sums, start, row_stride, steps, weights, [&](int) {
+                    if (++turn < interval) return;
+                    _mm_prefetch(line, _MM_HINT_T0);
+                    line += 64;
+                    turn = 0;
                 });
+            } else {
+                multiply<T, Rows, 4>(sums, start, row_stride, steps, weights, [](int) {});
             }
             for (int r = 0; r < Rows; ++r) finish(row + r, sums[r]);
         });

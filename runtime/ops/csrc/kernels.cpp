@@ -1,7 +1,8 @@
 // The C interface that native.py calls. Arrays are contiguous unless a stride (in numbers) says otherwise; the caller checks
 // shapes. dtype 0 is float32, 1 bfloat16.
+#include <sys/mman.h>
+
 #include <memory>
-#include <mutex>
 
 #include "decoder.h"
 
@@ -53,6 +54,13 @@ extern "C" {
 
 void llmserve_set_threads(int threads) {
     if (!crew || crew->size != threads) crew = std::make_unique<Crew>(threads);
+}
+
+// Asks for huge pages in memory that nothing has touched yet; the system may not give them.
+void llmserve_huge_pages(void* memory, int64_t bytes) {
+    const uintptr_t huge = 2 << 20, start = (reinterpret_cast<uintptr_t>(memory) + huge - 1) / huge * huge;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / huge * huge;
+    if (end > start) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 }
 
 // ---- weights -------------------------------------------------------------------------------------------------------

@@ -86,6 +86,21 @@ inline __m512 multiply_add<bf16>(__m512 sum, __m512i a, __m512i b) {
 #endif
 }
 
+// 2^x to about one unit in the last place: the nearest power of two times a polynomial of the rest. -inf gives 0.
+inline __m512 exp2(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-160.0f));
+    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 r = _mm512_sub_ps(x, n);
+    __m512 p = _mm512_set1_ps(0.00015353359f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.0013398875f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.00961843692f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.0555033237f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.240226477f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.693147182f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+
 // e^x to about one unit in the last place: 2^n times a polynomial (Cephes, expf). -inf gives 0.
 inline __m512 exp(__m512 x) {
     x = _mm512_max_ps(x, _mm512_set1_ps(-110.0f));
