@@ -231,6 +231,10 @@ _IMMATERIAL = {"architecture", "dtype", "generation", "bos_token_id", "max_posit
 
 
 def _config_differences(current: ModelConfig, new: ModelConfig) -> list[str]:
+    if current.implementation == new.implementation == "transformers":
+        from llmserve.runtime.models.transformers_backend import config_differences
+
+        return config_differences(current, new)
     old_fields, new_fields = msgspec.to_builtins(current), msgspec.to_builtins(new)
     return [
         f"config: {name} is {_short(new_fields[name])}, the model has {_short(old_fields[name])}"

@@ -5,7 +5,7 @@ attention, masks of their own, alibi) is refused while loading, never served wro
 """
 
 import inspect
-import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,16 @@ from llmserve.runtime.layers.weight import PlainWeight, Slot, Slots
 from llmserve.runtime.models.configs import ModelConfig, TensorInfo
 
 _ATTENTION = "llmserve"
+_IMMATERIAL = {
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "max_position_embeddings",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+}
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 _NOT_PAGED = ("s_aux", "position_bias", "alibi")
 """Arguments of an attention function that change its scores in ways that a paged backend does not know."""
@@ -112,11 +122,11 @@ class TransformersSource:
 
 
 def _make_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    hf_config = _hf_config(config)
     try:
-        hf_config: PreTrainedConfig = AutoConfig.for_model(**json.loads(config.raw))
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"transformers has no language model of type {config.model_type!r}: {error}") from error
+    except KeyError as error:
+        raise ConfigError(f"transformers has no language model of type {config.model_type!r}") from error
     kinds = set(getattr(hf_config.get_text_config(), "layer_types", None) or ())
     if not kinds <= _LAYER_TYPES:
         names = ", ".join(sorted(kinds - _LAYER_TYPES))
@@ -124,13 +134,39 @@ def _make_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
     if not model_class.is_backend_compatible():
         raise ConfigError(f"{config.architecture} does not use transformers' attention interface: it cannot be served")
     make: Any = AutoModelForCausalLM.from_config
-    with no_init_weights(), torch.device(device):
-        model: PreTrainedModel = make(hf_config, dtype=dtype, attn_implementation=_ATTENTION)
-    model.tie_weights()
+    try:
+        with no_init_weights(), torch.device(device):
+            model: PreTrainedModel = make(hf_config, dtype=dtype, attn_implementation=_ATTENTION)
+        model.tie_weights()
+    except Exception as error:  # a config is data that any of a hundred architectures may stumble over
+        raise ConfigError(f"transformers cannot make {config.architecture}: {error}") from error
     model.train(False)
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise ConfigError(f"{config.architecture} does not take positions, so it cannot be served")
     return model
+
+
+def _hf_config(config: ModelConfig) -> PreTrainedConfig:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_bytes(config.raw)
+        try:
+            read: PreTrainedConfig = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+            return read
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigError(f"transformers cannot read a config of type {config.model_type!r}: {reason}") from error
+
+
+def config_differences(current: ModelConfig, new: ModelConfig) -> list[str]:
+    """How two configs differ, their defaults filled in, apart from what does not change what the weights compute."""
+    old_values, new_values = (_hf_config(config).to_dict() for config in (current, new))
+    return [
+        f"config: {name} is {new_values.get(name)}, the model has {old_values.get(name)}"
+        for name in sorted(old_values.keys() | new_values.keys())
+        if name not in _IMMATERIAL and old_values.get(name) != new_values.get(name)
+    ]
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

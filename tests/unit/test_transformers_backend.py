@@ -14,6 +14,7 @@ from llmserve.runtime.config import ConfigError
 from llmserve.runtime.engine.weights import commit_weights, preflight, stage_weights
 from llmserve.runtime.models.hub import resolve
 from llmserve.runtime.models.registry import build_model
+from llmserve.runtime.models.transformers_backend import TransformersModel
 
 _BASE: dict[str, Any] = {
     "vocab_size": 1000,
@@ -65,6 +66,11 @@ def test_logits_equal_transformers(model_type: str, overrides: dict[str, Any], t
     [
         ("mamba", {}, "has layers of the kind linear_attention"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "has layers of the kind conv"),
+        (
+            "bamba",
+            {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
+            "has layers of the kind linear_attention",
+        ),
         ("bloom", {"n_layer": 3, "n_head": 4, "seq_length": 512}, "does not use transformers' attention interface"),
     ],
 )
@@ -83,11 +89,25 @@ def test_attention_sinks_are_refused_by_the_first_step(tmp_path: Path) -> None:
         Paged(load(tmp_path)).step([[1], [2]])
 
 
+def test_a_layer_with_a_state_of_its_own_is_refused_by_the_first_step(tmp_path: Path) -> None:
+    """Whatever the config says of its layers, each must reach the pages."""
+    model = load(make(tmp_path, "gpt_neox", num_key_value_heads=4))
+    assert isinstance(model, TransformersModel)
+    layer = model._base.layers[1].attention
+
+    def recurrent(hidden_states: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
+        return hidden_states, None
+
+    layer.forward = recurrent
+    with pytest.raises(ConfigError, match="GPTNeoXForCausalLM has layers that are no plain attention"):
+        Paged(model).step([[1], [2]])
+
+
 def test_an_unknown_model_type_is_a_clear_error(tmp_path: Path) -> None:
     make(tmp_path, "gpt_neox", num_key_value_heads=4)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"gpt_neox"', '"gpt_xyz"'))
-    with pytest.raises(ConfigError, match="transformers has no language model of type 'gpt_xyz'"):
+    with pytest.raises(ConfigError, match="transformers cannot read a config of type 'gpt_xyz'"):
         load(tmp_path)
 
 
@@ -114,6 +134,13 @@ def test_a_swap(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(Paged(model).run(sequences(), CHUNKS)), new)
     commit_weights(model)
     assert torch.equal(torch.cat(Paged(model).run(sequences(), CHUNKS)), old)
+
+
+def test_a_swap_by_another_model_is_refused(tmp_path: Path) -> None:
+    """It has tensors of the same shapes."""
+    first = resolve(str(make(tmp_path / "first", "gpt_neox", num_key_value_heads=4)))
+    other = resolve(str(make(tmp_path / "other", "gpt_neox", num_key_value_heads=4, use_parallel_residual=False)))
+    assert preflight(load(first), first, other) == ["config: use_parallel_residual is False, the model has True"]
 
 
 def test_it_is_not_split_over_ranks(tmp_path: Path) -> None:
