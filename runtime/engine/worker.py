@@ -38,7 +38,7 @@ class TpModelWorker:
 
     def __init__(self, model: CausalLM, attention: AttentionBackend, info: WorkerInfo, device: torch.device) -> None:
         self.info = info
-        self._model = model
+        self.model = model
         self._attention = attention
         self._device = device
 
@@ -54,7 +54,7 @@ class TpModelWorker:
     def _run(self, plan: StepPlan) -> StepResult:
         batch, starts = make_forward_batch(plan, self.info.page_size, self._device)
         self._attention.plan(batch)
-        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
+        hidden = self.model.forward(batch.input_ids, batch.positions, self._attention)
         return self._results(plan, hidden, starts)
 
     def _results(self, plan: StepPlan, hidden: Tensor, starts: list[int]) -> StepResult:
@@ -78,7 +78,7 @@ class TpModelWorker:
         last = [end - 1 for row, end in zip(plan.rows, starts[1:], strict=True) if row.sample is not None]
         if len(last) < hidden.shape[0]:
             hidden = hidden[torch.tensor(last, device=self._device)]
-        return self._sample(self._model.logits(hidden), specs)
+        return self._sample(self.model.logits(hidden), specs)
 
     def _prompt_logprobs(self, row: PlanRow, top: int, hidden: Tensor) -> SampledLogprobs:
         """Those of the tokens that follow each of the row's tokens; the last one's only if the plan tells it."""
@@ -88,7 +88,7 @@ class TpModelWorker:
         targets = torch.tensor(following, dtype=torch.int64, device=self._device)
         spans = [slice(i, i + PROMPT_LOGPROB_ROWS) for i in range(0, len(following), PROMPT_LOGPROB_ROWS)]
         parts = [
-            self._logprobs(self._model.logits(hidden[: len(following)][span]), targets[span], top) for span in spans
+            self._logprobs(self.model.logits(hidden[: len(following)][span]), targets[span], top) for span in spans
         ]
         return SampledLogprobs(
             token_logprobs=b"".join(part.token_logprobs for part in parts),
