@@ -59,7 +59,7 @@ def resolve(model: str, load_format: LoadFormat = "auto") -> Checkpoint:
     May download, and may convert a tokenizer once (seconds). Raises ConfigError that says what to do.
     """
     path = Path(model).expanduser()
-    name = path.name or path.resolve().name
+    name = path.name if path.name not in ("", "..") else path.resolve().name
     if not path.exists():
         path = _from_hub(model)
     path = path.resolve() if path.suffix != ".gguf" else path.absolute()
@@ -75,7 +75,7 @@ def _gguf_checkpoint(path: Path, name: str, load_format: LoadFormat) -> Checkpoi
         expected = "a directory with safetensors" if load_format == "safetensors" else "a directory or a .gguf file"
         raise ConfigError(f"{path} is a file; expected {expected}")
     files = convert.converted_gguf(read_header(path))
-    return Checkpoint(str(path), "gguf", name.removesuffix(".gguf"), str(files), _read_config(files))
+    return Checkpoint(str(path), "gguf", name, str(files), _read_config(files))
 
 
 def _directory_checkpoint(path: Path, name: str, load_format: LoadFormat) -> Checkpoint:

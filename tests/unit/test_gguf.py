@@ -156,7 +156,7 @@ def test_tokenizer_of_a_file_equals_the_original(tmp_path: Path) -> None:
     text = "def add_argument(self, *args):\n    <|im_start|>Grüße 日本 😀<|im_end|>"
     assert ours.encode(text).ids == original.encode(text).ids
     assert checkpoint.config.eos_token_ids == (2,)
-    assert checkpoint.name == "tiny"
+    assert checkpoint.name == "tiny.gguf"
     template = Path(checkpoint.tokenizer_dir) / "chat_template.jinja"
     assert template.read_text() == "{{ messages[0]['content'] }}"
 

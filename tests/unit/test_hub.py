@@ -38,7 +38,7 @@ def test_a_directory_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_default_model() -> None:
     checkpoint = resolve(default_model())
-    assert (checkpoint.format, checkpoint.name) == ("gguf", "SmolLM2-135M-Instruct.Q4_1")
+    assert (checkpoint.format, checkpoint.name) == ("gguf", "SmolLM2-135M-Instruct.Q4_1.gguf")
     config = checkpoint.config
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (config.vocab_size, config.max_position_embeddings, config.eos_token_ids) == (49152, 8192, (2,))
@@ -205,7 +205,7 @@ def test_a_file_of_a_hub_repository(hub_cache: Path, tmp_path: Path) -> None:
     (tmp_path / "model/tiny.gguf").symlink_to(default_model())
     put(hub_cache, "org/files", tmp_path / "model")
     checkpoint = resolve("org/files/tiny.gguf")
-    assert (checkpoint.format, checkpoint.name) == ("gguf", "tiny")
+    assert (checkpoint.format, checkpoint.name) == ("gguf", "tiny.gguf")
 
 
 @pytest.mark.usefixtures("hub_cache")
