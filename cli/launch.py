@@ -247,7 +247,8 @@ def launch(
         admin_api_key=read_key(console, "ADMIN_API_KEY", admin_api_key_file),
     )
     args = ServerArgs.validated(
-        **options | {"model": model or default_model(), "served_model_names": tuple(served_model_name or ())}
+        **options
+        | {"model": default_model() if model is None else model, "served_model_names": tuple(served_model_name or ())}
     )
     if not args.host.startswith(LOOPBACK) and secrets.api_key is None:
         console.note(f"warning: anyone who reaches {args.host} can use this server; set an API key to prevent it")

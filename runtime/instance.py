@@ -6,6 +6,7 @@ zmq: the command line reads it.
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -20,6 +21,8 @@ import msgspec
 from llmserve.runtime.config import check_name
 from llmserve.runtime.messages import PROTOCOL_VERSION
 from llmserve.runtime.ports import PortArgs
+
+log = logging.getLogger(__name__)
 
 RECORD = "instance.json"
 
@@ -69,22 +72,23 @@ class Instance:
         self.directory = directory
         self._lock = lock
         self._owner = os.getpid()
-        self.write(record)
-
-    def write(self, record: InstanceRecord) -> None:
-        """Publishes the record. Who the instance is stays as it is: its name, process, age and version."""
-        own = {field: getattr(self.record, field) for field in ("name", "pid", "start_time", "created", "version")}
-        self.record = msgspec.structs.replace(record, **own)
-        draft = self.directory / f".{RECORD}"
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # a login session's end removes $XDG_RUNTIME_DIR; then nobody reads
-            draft.write_bytes(msgspec.json.format(msgspec.json.encode(self.record)))
-            draft.replace(self.directory / RECORD)  # at once: a reader sees the old record or the new one
+        self._write()
 
     def update(self, **fields: object) -> None:
-        """Publishes the record with some fields changed."""
-        self.write(msgspec.structs.replace(self.record, **fields))
+        """Publishes the record with some fields changed.
+
+        The instance goes on where it cannot: a disk is full, or a login session's end has removed $XDG_RUNTIME_DIR.
+        """
+        self.record = msgspec.structs.replace(self.record, **fields)
+        try:
+            self._write()
+        except OSError as error:
+            log.warning("the record is out of date directory=%s reason=%s", self.directory, error.strerror)
+
+    def _write(self) -> None:
+        draft = self.directory / f".{RECORD}"
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(self.record)))
+        draft.replace(self.directory / RECORD)  # at once: a reader sees the old record or the new one
 
     def release(self) -> None:
         """Removes the directory with all that is in it and frees the name. Safe to repeat; not a fork's to do."""
@@ -130,8 +134,6 @@ def acquire(name: str) -> Instance:
         if os.path.lexists(directory):
             _sweep(directory)
         _mkdir(directory)
-        lock = _lock(directory / "lock")
-        assert lock is not None, "a lock in a directory that has just been made is held"
         pid = os.getpid()
         record = InstanceRecord(
             name=name,
@@ -140,7 +142,13 @@ def acquire(name: str) -> Instance:
             created=time.time(),
             version=version("llmserve"),
         )
-        return Instance(record, directory, lock)
+        try:
+            lock = _lock(directory / "lock")
+            assert lock is not None, "a lock in a directory that has just been made is held"
+            return Instance(record, directory, lock)
+        except OSError as error:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise InstanceError(f"cannot write in {directory}: {error.strerror}", 1) from None
 
 
 def list_instances() -> list[InstanceRecord]:

