@@ -229,7 +229,6 @@ def _paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -246,14 +245,20 @@ def _paged_attention(
         if (part.shape[1], part.shape[3]) != (config.num_kv_heads, config.head_dim):
             found, expected = f"{part.shape[1]} x {part.shape[3]}", f"{config.num_kv_heads} x {config.head_dim}"
             raise ConfigError(f"{config.architecture} has KV heads of {found}, not {expected}: it cannot be served")
-    types = getattr(module.config, "layer_types", None)
-    if sliding_window is None and types and types[module.layer_idx] == "sliding_attention":
-        sliding_window = module.config.sliding_window
-    spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _window(module)
+    spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
     step.called.append(module.layer_idx)
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     output = step.attention.forward(module.layer_idx, q, k, v, spec)
     return output.view(1, *q.shape), None
+
+
+def _window(module: Any) -> int | None:
+    """The sliding window of a layer whose module does not name it, because its mask would have said so."""
+    types = getattr(module.config, "layer_types", None)
+    slides = types is None or types[module.layer_idx] == "sliding_attention"
+    window: int | None = getattr(module.config, "sliding_window", None)
+    return window if slides else None
 
 
 AttentionInterface.register(_ATTENTION, _paged_attention)

@@ -51,6 +51,20 @@ def make(directory: Path, model_type: str, seed: int = 0, **overrides: Any) -> P
         ("starcoder2", {"sliding_window": 16}),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}),
+        # the last two leave the sliding window to their masks
+        (
+            "qwen2_moe",
+            {
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 32,
+                "use_sliding_window": True,
+                "sliding_window": 16,
+                "max_window_layers": 1,
+            },
+        ),
+        ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}),
         ("glm4", {"head_dim": 16}),  # gate and up in one tensor under the name that phi3 gives it
     ],
 )
