@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from llmserve.cli.top.view import Glyphs
 
 ONCE_WIDTH = 100
-ONCE_WAIT_S = 3.0
-"""--once waits so long for two samples, between which there are rates."""
-
 NOTICE_S = 5.0
 """How long a message stays."""
 
@@ -44,6 +41,10 @@ def top(
         typer.Option("--replay", metavar="FILE", exists=True, dir_okay=False, help="Show a file made by --record."),
     ] = None,
     speed: Annotated[float, typer.Option("--speed", metavar="N", min=0.001, help="Replay so many times faster.")] = 1.0,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long --once waits for something to show."),
+    ] = 3.0,
     readonly: Annotated[bool, typer.Option("--readonly", help="No key can abort or flush.")] = False,
     ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII characters only.")] = False,
 ) -> None:
@@ -69,7 +70,7 @@ def top(
     glyphs = view.ASCII if ascii_only or "utf" not in encoding else view.UNICODE
     interactive = console.stdout.isatty() and console.stdin.isatty() and console.environ.get("TERM") != "dumb"
     if once:
-        show_once(console, source, json, glyphs)
+        show_once(console, source, json, glyphs, timeout)
     elif json or not interactive:
         show_lines(console, source, json, interval)
     else:
@@ -122,16 +123,22 @@ class Feed:
         return self.model.snapshot(self.source.now())
 
 
-def show_once(console: Console, source: "Source", json: bool, glyphs: "Glyphs") -> None:
-    """One object, or one picture as wide as the terminal and as high as it needs to be."""
+def show_once(console: Console, source: "Source", json: bool, glyphs: "Glyphs", patience_s: float) -> None:
+    """One object, or one picture as wide as the terminal and as high as it needs to be.
+
+    Waits so long for two samples, between which there are rates. Raises CommandError (75) when nothing comes.
+    """
     from llmserve.cli.top import view
     from llmserve.cli.top.keys import Ui
 
     with Feed(source) as feed:
-        deadline = time.monotonic() + ONCE_WAIT_S
+        deadline = time.monotonic() + patience_s
         while not feed.ended and (source.ends or (not feed.model.has_rates and time.monotonic() < deadline)):
             feed.wait(0.1)
         snapshot = feed.snapshot()
+        if feed.model.expects_data and not source.ends:
+            message = f"the scheduler has said nothing for {patience_s:g} s; see --timeout and `llmserve logs`"
+            raise CommandError(message, ExitCode.BUSY)
     if json:
         console.json(as_json(snapshot))
         return
@@ -149,6 +156,8 @@ def show_lines(console: Console, source: "Source", json: bool, interval: float) 
             if feed.ended or time.monotonic() >= due:
                 due = time.monotonic() + interval
                 snapshot = feed.snapshot()
+                if feed.model.expects_data and snapshot.state != "stalled":
+                    continue
                 console.print(dumps(as_json(snapshot)) if json else line_of(snapshot))
 
 

@@ -209,6 +209,7 @@ class Ui:
         step = -1 if key == "left" else 1
         self.sort = names[(names.index(self.sort) + step) % len(names)]
         self.reverse = False
+        self.message = f"sorted by {self.sort}"  # the column may be one that the screen has no room for
 
     def _act(self, key: str, rows: list[Request]) -> Action | None:
         if self.readonly:

@@ -178,13 +178,18 @@ class Model:
             self._gpus = sample.gpus
         else:
             self.link = sample
-            if sample.status == "starting":
+            if sample.status in ("starting", "connecting"):
                 self._forget()
 
     @property
     def has_rates(self) -> bool:
         """Whether there are two samples to compare, and the front's besides."""
         return len(self._totals) >= 2 and bool(self._http)
+
+    @property
+    def expects_data(self) -> bool:
+        """Whether the instance is there and has not said anything yet."""
+        return not self._replicas and (self.link is None or self.link.status == "connecting")
 
     def snapshot(self, now: float) -> Snapshot:
         """Everything as it is at `now`, which is not before the last sample."""
@@ -252,6 +257,9 @@ class Model:
         if self.link is not None and self.link.status in ("dead", "lost"):
             return ("dead" if self.link.status == "dead" else "lost"), self.link.detail
         if not self._replicas:
+            silent_s = now - self.link.time if self.link is not None and self.expects_data else 0.0
+            if silent_s > STALE_S:
+                return "stalled", f"the scheduler has said nothing for {silent_s:.0f} s"
             return "starting", ""
         for rank, replica in self._replicas.items():
             where = f"replica {rank}: " if len(self._replicas) > 1 else ""

@@ -16,7 +16,7 @@ FORMAT = "llmserve-top"
 FORMAT_VERSION = 1
 
 
-Status = Literal["connected", "starting", "lost", "dead"]
+Status = Literal["connecting", "connected", "starting", "lost", "dead"]
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -50,7 +50,7 @@ Sample = SchedulerMetrics | HttpMetrics | Link | Gpus
 
 
 class RecordingError(Exception):
-    """A file is not a recording that this version can replay."""
+    """A file is not a recording that this version can replay, or cannot be written."""
 
     exit_code = 2
 
@@ -59,7 +59,11 @@ class Recorder:
     """Writes samples to a file as they come."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        """Raises RecordingError where nothing can be written."""
+        try:
+            self._file = path.open("wb")
+        except OSError as error:
+            raise RecordingError(f"cannot write {path}: {error.strerror}") from None
         self._file.write(json.dumps({"format": FORMAT, "version": FORMAT_VERSION}).encode() + b"\n")
 
     def add(self, sample: Sample) -> None:

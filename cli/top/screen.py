@@ -69,6 +69,7 @@ class Screen:
         handlers: dict[int, Callable[[int, FrameType | None], None]] = {
             signal.SIGTERM: self._end,
             signal.SIGHUP: self._end,
+            signal.SIGQUIT: self._end,
             signal.SIGINT: self._end,
             signal.SIGTSTP: self._suspend,
             signal.SIGWINCH: self._resized,

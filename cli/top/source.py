@@ -179,6 +179,8 @@ class Live(Source):
     def _watch(self) -> None:
         """Passes on the metrics of this life of the instance. Raises RpcCallError or InstanceError when it ends."""
         record = self._record
+        if self._link is None or self._link.status != "lost":  # what was wrong stays in sight until it is not
+            self._say("connecting")
         endpoint = f"watch-{os.getpid()}-{secrets.token_hex(4)}"
         path = record.directory / endpoint
         pull = Pull(ipc_address(path), MetricsInput)

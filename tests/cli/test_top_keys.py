@@ -81,7 +81,7 @@ def test_sorting(snapshot: Snapshot) -> None:
     assert (ui.sort, ui.reverse) == ("PROMPT", False)
     assert rids()[0] == "cmpl-a"
     press(ui, snapshot, "h", "left")
-    assert ui.sort == "STATE"
+    assert (ui.sort, ui.message) == ("STATE", "sorted by STATE")
     assert [row.state for row in ui.rows(snapshot)] == ["decode", "decode", "prefill", "waiting"]
 
 

@@ -141,6 +141,18 @@ def test_the_link_tells_what_the_scheduler_cannot(status: str, state: str) -> No
     assert model.snapshot(START + 11).state == state
 
 
+def test_an_instance_that_says_nothing_is_stalled_after_a_while() -> None:
+    model = fed(samples(10))
+    model.add(Link(time=START + 11, status="connecting", name="prod"))
+    assert model.expects_data
+    assert model.snapshot(START + 12).state == "starting"
+    found = model.snapshot(START + 15)
+    assert (found.state, found.reason) == ("stalled", "the scheduler has said nothing for 4 s")
+    assert found.processes == ()  # those of the life before
+    model.add(scheduler(1))
+    assert not model.expects_data
+
+
 def test_a_restart_begins_anew() -> None:
     """The counters of the next life are lower; no rate may become negative, no old row stay."""
     model = fed(samples(100))

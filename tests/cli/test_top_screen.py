@@ -1,6 +1,7 @@
 """`top` in a real pseudo-terminal: keys, signals, sizes, and what is left of the terminal afterwards."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -95,7 +96,9 @@ def test_the_terminal_is_as_it_was(recording: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)], ids=["term", "hup", "int"]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131), (signal.SIGINT, 0)],
+    ids=["term", "hup", "quit", "int"],
 )
 def test_signals_end_it_and_restore_the_terminal(recording: Path, number: int, code: int) -> None:
     with terminal("--replay", str(recording)) as child:
@@ -232,6 +235,40 @@ def test_it_finds_the_instance_again_after_a_restart() -> None:
             child.expect("● ready")
         child.send("q")
         assert ends(child) == 0
+
+
+def test_a_scheduler_that_says_nothing_is_told_from_one_that_starts() -> None:
+    with FakeInstance() as fake:
+        fake.handlers[SubscribeMetricsReqInput] = lambda _: []
+        result = run("top", "--once", "--json", "--timeout", "0.5")
+        assert (result.code, result.out) == (75, "")
+        assert "has said nothing for 0.5 s" in result.err
+        with terminal("--interval", "0.2") as child:
+            child.expect("starting.*fake")
+            child.expect(r"stalled.*has said nothing for \d+ s.*fake")
+            child.send("q")
+            assert ends(child) == 0
+
+
+def test_no_line_is_printed_before_there_is_something_to_say() -> None:
+    with FakeInstance() as fake:
+        watch(fake)
+        lease = fake.handlers[SubscribeMetricsReqInput]
+        slow = iter([[], []])
+        fake.handlers[SubscribeMetricsReqInput] = lambda request: next(slow, None) or lease(request)
+        command = [Path(sys.executable).with_name("llmserve"), "top", "--json", "--interval", "0.1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            first = json.loads(process.stdout.readline())
+            process.terminate()
+    assert (first["state"], first["instance"]) == ("ready", "fake")
+
+
+def test_a_recording_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
+    with FakeInstance():
+        result = run("top", "--once", "--record", str(tmp_path / "no" / "x.jsonl"))
+    assert result.code == 2
+    assert "cannot write" in result.err
 
 
 def test_a_recording_of_a_live_instance_can_be_replayed(tmp_path: Path) -> None:
