@@ -117,7 +117,7 @@ class Rank(TpModelWorker):
             waited = time.perf_counter()
             received = None if self.pipe.first else self.pipe.receive(batch.num_tokens)
             began += time.perf_counter() - waited
-            hidden = self._model.forward(batch.input_ids, batch.positions, self._attention, received)
+            hidden = self.model.forward(batch.input_ids, batch.positions, self._attention, received)
             outcome = None
             if self.pipe.last:
                 outcome = self._outcome(plan, hidden, starts)
@@ -172,12 +172,12 @@ class Rank(TpModelWorker):
         source = SharedSource(None, self.topology.weights, self._device)
         succeeded = False
         try:
-            stage_weights(self._model, checkpoint, lambda done, total: None, source=source)
+            stage_weights(self.model, checkpoint, lambda done, total: None, source=source)
             succeeded = True
         except Exception as error:
             log.warning("cannot stage the weights reason=%s", error)
         if not source.end(succeeded):
-            discard_weights(self._model)
+            discard_weights(self.model)
 
     def share_weights(
         self,
@@ -188,31 +188,31 @@ class Rank(TpModelWorker):
     ) -> int:
         """The same on the rank that reads; returns the bytes read. Raises what stage_weights raises, or ConfigError."""
         try:
-            nbytes = stage_weights(self._model, checkpoint, progress, cancelled, source)
+            nbytes = stage_weights(self.model, checkpoint, progress, cancelled, source)
         except BaseException:
             source.end(False)
             raise
         if not source.end(True):
-            discard_weights(self._model)
+            discard_weights(self.model)
             raise ConfigError("another rank could not take the weights; its log says why")
         return nbytes
 
     def commit_weights(self) -> bool:
         """Exchanges the weights on all ranks, or on none. Whether it did; then the old ones are forgotten."""
         try:
-            commit_weights(self._model)
+            commit_weights(self.model)
             succeeded = True
         except Exception:
             log.exception("cannot exchange the weights")
             succeeded = False
         everywhere = bool(least(int(succeeded), self.topology.weights, self._device))
         if succeeded and not everywhere:
-            commit_weights(self._model)
-        discard_weights(self._model)
+            commit_weights(self.model)
+        discard_weights(self.model)
         return everywhere
 
     def discard_weights(self) -> None:
-        discard_weights(self._model)
+        discard_weights(self.model)
 
 
 def follow(rank: Rank) -> None:

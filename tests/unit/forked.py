@@ -1,0 +1,53 @@
+"""Ranks of a model in forked processes, for tests: as cheap as ranks can be, since torch is imported already."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmserve.runtime.distributed.groups import Topology, init_topology
+
+SECONDS = 40.0
+
+
+def run_ranks(
+    tp_size: int, pp_size: int, rendezvous: Path, work: Callable[..., Any], *arguments: object, timeout_s: float = 20
+) -> list[Any]:
+    """What `work(topology, *arguments)` returns on each rank; fails the test when one raises or all take too long.
+
+    Rank 0's result is enough: the others are killed then if they go on. One that has raised counts as an end.
+    """
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+
+    def run(rank: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            topology = Topology()
+            if tp_size * pp_size > 1:
+                topology = init_topology(rank, tp_size, pp_size, f"file://{rendezvous}", "cpu", timeout_s)
+            results.put((rank, True, work(topology, *arguments)))
+        except BaseException:
+            results.put((rank, False, traceback.format_exc()))
+
+    ranks = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(tp_size * pp_size)]
+    for process in ranks:
+        process.start()
+    found: dict[int, Any] = {}
+    try:
+        while len(found) < len(ranks):
+            rank, succeeded, value = results.get(timeout=SECONDS)
+            assert succeeded, f"rank {rank}: {value}"
+            found[rank] = value
+            if rank == 0 and work.__name__ == "lead_or_follow":
+                break
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return [found[rank] for rank in sorted(found)]

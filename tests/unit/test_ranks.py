@@ -1,0 +1,125 @@
+"""A scheduler over several ranks says, token by token, what one over a single rank says."""
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import run_ranks
+from scheduler_harness import Harness
+
+from checkpoints import make_tiny
+from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.distributed.groups import Topology
+from llmserve.runtime.engine.batch import Worker
+from llmserve.runtime.engine.ranks import Leader, follow
+from llmserve.runtime.engine.runner import create_rank, create_worker
+from llmserve.runtime.messages import AbortReqInput, LogprobOptions, SamplingParams
+from llmserve.runtime.models import hub
+
+FAMILIES = {"llama": {}, "qwen3": {"tie_word_embeddings": True}, "gemma3_text": {"num_key_value_heads": 1}}
+PROMPTS = 40
+ABORTED = (5, 17, 29)
+
+
+def ignore_progress(stage: str, done: float, total: float, unit: str) -> None:
+    pass
+
+
+def make_worker(topology: Topology, args: ServerArgs) -> Worker:
+    """The whole worker on the first rank. On another one it does not return."""
+    checkpoint = hub.resolve(args.model)
+    if not topology.joined:
+        return create_worker(args, checkpoint, ignore_progress)
+    rank = create_rank(args, checkpoint, ignore_progress, topology, 0)
+    if topology.control.rank > 0:
+        follow(rank)
+
+    def lost(text: str) -> None:
+        raise AssertionError(text)
+
+    return Leader(rank, checkpoint, lost)
+
+
+def lead_or_follow(topology: Topology, args: ServerArgs) -> dict[str, Any]:
+    """A crowd of requests in a pool that is too small for them; some are aborted on the way."""
+    worker = make_worker(topology, args)
+    rng = random.Random(7)
+    vocab_size = worker.info.vocab_size
+    prefixes = [rng.choices(range(3, vocab_size), k=length) for length in (0, 20, 50)]
+    crowd = Harness(worker, depth=args.pp_size, max_running_requests=36, chunked_prefill_size=24)
+    for i in range(PROMPTS):
+        prompt = [*rng.choice(prefixes), *rng.choices(range(3, vocab_size), k=rng.randrange(1, 30))]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 1.0]),
+            top_k=10,  # in a thousand equally likely tokens a rounding may move the draw to the next one
+            frequency_penalty=rng.choice([0.0, 0.5]),
+            seed=i,
+            max_new_tokens=rng.choice([4, 30, 50]),
+            ignore_eos=True,
+        )
+        logprobs = LogprobOptions(top=2, prompt=True) if i % 10 == 3 else None
+        crowd.send(f"r{i}", prompt, params=params, logprobs=logprobs)
+    crowd.embed("e", rng.choices(range(3, vocab_size), k=40), pooling="mean")
+    for turn in range(60):
+        crowd.turn()
+        if turn % 20 == 10:
+            crowd.inbox.append(AbortReqInput(rids=(f"r{ABORTED[turn // 20]}",)))
+    crowd.run()
+    crowd.check_empty()
+    counters = crowd.scheduler.results.counters
+    return {
+        "outputs": [crowd.output(f"r{i}") for i in range(PROMPTS)],
+        "finish": [crowd.finish(f"r{i}").type for i in range(PROMPTS)],
+        "vector": crowd.vector("e").embedding,
+        "prompt logprobs": [
+            [row.prompt_logprobs for row in crowd.rows(f"r{i}") if row.prompt_logprobs is not None]
+            for i in range(3, PROMPTS, 10)
+        ],
+        "retractions": counters.retractions,
+        "cached": crowd.scheduler.table.cached_tokens,
+        "reports": worker.all_reports() if isinstance(worker, Leader) else (),
+        "active_s": worker.active_s if isinstance(worker, Leader) else 0.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: make_tiny(root / family, family, **options) for family, options in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def single(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By family: what one rank makes of it."""
+    root = tmp_path_factory.mktemp("single")
+
+    @functools.cache
+    def run(family: str) -> dict[str, Any]:
+        (result,) = run_ranks(1, 1, root / family, lead_or_follow, arguments(models[family]))
+        return dict(result)
+
+    return run
+
+
+def arguments(model: Path, **options: Any) -> ServerArgs:
+    return ServerArgs(model=str(model), dtype="float32", max_total_tokens=400, threads=1, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
+def test_many_ranks_say_what_one_says(
+    models: dict[str, Path], single: Any, family: str, tp_size: int, pp_size: int, tmp_path: Path
+) -> None:
+    args = arguments(models[family], tp_size=tp_size, pp_size=pp_size)
+    expected = single(family)
+    (found,) = run_ranks(tp_size, pp_size, tmp_path / "ranks", lead_or_follow, args)
+    assert found["cached"] > 0
+    assert found["retractions"] > 0
+    for i in range(PROMPTS):
+        if i not in ABORTED:
+            assert found["outputs"][i] == expected["outputs"][i], i
+            assert found["finish"][i] == "length"
+    assert [len(rows) for rows in found["prompt logprobs"]] == [1] * 4
+    assert len(found["vector"]) == len(expected["vector"]) > 0
