@@ -119,7 +119,7 @@ COMMANDS: dict[str, Entry] = {
         "Stop generating, keeping the requests.",
         ("llmserve pause", "llmserve pause --mode drain"),
     ),
-    "resume": Entry("pause", "resume", ACT, "Go on generating after a pause.", ("llmserve resume",)),
+    "resume": Entry("pause", "resume", ACT, "Go on after a pause or a drain.", ("llmserve resume",)),
     "drain": Entry(
         "pause", "drain", ACT, "Refuse new requests and let the others end.", ("llmserve drain --timeout 60",)
     ),

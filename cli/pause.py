@@ -64,7 +64,7 @@ def pause(
 def resume(
     ctx: typer.Context, instance: InstanceOption = None, timeout: TimeoutOption = 30.0, json: JsonOption = False
 ) -> None:
-    """Go on generating after `llmserve pause`."""
+    """Go on generating after `llmserve pause`, and take requests again after `llmserve drain`."""
     from llmserve.cli.rpc import Remote
 
     console = console_of(ctx)
@@ -83,7 +83,7 @@ def drain(
     timeout: TimeoutOption = 600.0,
     json: JsonOption = False,
 ) -> None:
-    """Refuse new requests and let the others end. The instance stays up; `llmserve stop` ends it.
+    """Refuse new requests and let the others end. The instance stays up: `llmserve resume` opens it again, `llmserve stop` ends it.
 
     Exit status 75 if requests are left after --timeout.
     """

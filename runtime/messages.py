@@ -302,7 +302,7 @@ class PauseGenerationReqOutput(Message, frozen=True, kw_only=True):
 
 
 class ContinueGenerationReqInput(ControlRequest["ContinueGenerationReqOutput"], frozen=True, kw_only=True):
-    pass
+    """Ends a pause, and a drain that DrainReqInput began."""
 
 
 class ContinueGenerationReqOutput(Message, frozen=True, kw_only=True):

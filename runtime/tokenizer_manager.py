@@ -85,6 +85,8 @@ class TokenizerManager:
         self._tokenizing: set[str] = set()
         self._seeds = random.Random(args.seed)
         self._failure = ""
+        self._drains_with_scheduler = False
+        """Whether it drains because the scheduler does, on an operator's word, and stops when that does."""
         self._heard = self._moved = time.monotonic()
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._tasks: list[asyncio.Task[None]] = []
@@ -120,6 +122,7 @@ class TokenizerManager:
 
     def drain(self) -> None:
         """Refuses new requests from now on; those in flight go on."""
+        self._drains_with_scheduler = False
         if self.state != "dead":
             self.state = "draining"
 
@@ -404,7 +407,10 @@ class TokenizerManager:
             idle = message.running + message.waiting == 0 or message.state == "paused"
             if idle or before is None or message.steps_total != before.steps_total:
                 self._moved = self._heard
-            if message.state == "draining" and self.state == "ready":  # an operator asked the scheduler for it
+            if message.state == "draining" and self.state == "ready":
                 self.drain()
+                self._drains_with_scheduler = True
+            elif message.state != "draining" and self.state == "draining" and self._drains_with_scheduler:
+                self.state = "ready"
             if self._watchers:
                 self._watchers.offer(self.http_metrics())

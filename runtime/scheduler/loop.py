@@ -304,8 +304,9 @@ class Scheduler:
         return len(self.table.running) if mode == "retract" else 0
 
     def resume(self) -> int:
-        """Ends a pause. Returns how many choices go on or may start now."""
+        """Ends a pause and a drain. Returns how many choices go on or may start now."""
         self.pause_mode = None
+        self.intake.draining = False
         return len(self.table)
 
     def drain(self) -> None:

@@ -113,7 +113,7 @@ def add_routes(app: FastAPI, rpc: AsyncRpcClient) -> None:
 
     @app.post("/continue_generation", openapi_extra=operation(ContinueBody))
     async def continue_generation(request: Request) -> Response:
-        """Ends a pause."""
+        """Ends a pause or a drain."""
         await read_json(request, ContinueBody)
         return await call(ContinueGenerationReqInput())
 

@@ -271,6 +271,10 @@ def test_drain_refuses_new_requests_and_waits_for_the_others(own_root: Path, tin
         assert refused.returncode == 69
         assert refused.stderr
         assert "draining" in run_cli(own_root, "ping").stdout
+        assert run_cli(own_root, "resume").returncode == 0
+        with instance.client() as client:
+            wait_until(lambda: client.get("/health").status_code == 200, PATIENCE_S, "the front to open again")
+        assert run_cli(own_root, "generate", "x", "--max-tokens", "1").returncode == 0
 
 
 def test_a_killed_instance_is_found_and_swept(own_root: Path, tiny_model: Path) -> None:

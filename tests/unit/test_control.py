@@ -471,6 +471,10 @@ def test_drain_refuses_what_comes_and_finishes_what_is_there() -> None:
     load = harness.ask(GetLoadReqInput())
     assert isinstance(load, GetLoadReqOutput)
     assert (load.state, load.running, load.waiting) == ("draining", 0, 0)
+    harness.ask(ContinueGenerationReqInput())
+    harness.send("d", [7] * 6)
+    harness.run()
+    assert (harness.finish("d").type, harness.scheduler.state) == ("length", "ready")
 
 
 # ---- looking -------------------------------------------------------------------------------------------------------

@@ -516,6 +516,17 @@ async def test_a_drain_of_the_scheduler_is_one_of_the_front(manager: TokenizerMa
     with pytest.raises(RequestError) as refused:
         await collect(manager, request())
     assert (refused.value.status, refused.value.code) == (503, "draining")
+    await seen(manager, stack, metrics(state="ready"))
+    assert manager.healthy() == (True, "ready")
+
+
+async def test_a_drain_of_the_front_does_not_end_with_that_of_the_scheduler(
+    manager: TokenizerManager, stack: FakeStack
+) -> None:
+    await seen(manager, stack, metrics(state="draining"))
+    manager.drain()
+    await seen(manager, stack, metrics(state="ready"))
+    assert manager.state == "draining"
 
 
 async def test_a_watcher_gets_the_fronts_metrics_too(
