@@ -83,9 +83,10 @@ def drain(
     timeout: TimeoutOption = 600.0,
     json: JsonOption = False,
 ) -> None:
-    """Refuse new requests and let the others end. The instance stays up: `llmserve resume` opens it again, `llmserve stop` ends it.
+    """Refuse new requests and let the others end.
 
-    Exit status 75 if requests are left after --timeout.
+    The instance stays up: `llmserve resume` opens it again, `llmserve stop` ends it. Exit status 75 if
+    requests are left after --timeout.
     """
     from llmserve.cli.rpc import Remote
 
