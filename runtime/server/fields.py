@@ -5,6 +5,7 @@ A parameter is honoured or refused by name. Those that OpenAI's clients send wit
 TokenizerManager's business.
 """
 
+import re
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -13,6 +14,9 @@ from llmserve.runtime.messages import FILL_CONTEXT, UNSEEDED, SamplingParams
 from llmserve.runtime.server.body import invalid
 
 T = TypeVar("T")
+
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
+"""One spelling for each, so that no id is given twice."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,6 +124,8 @@ def sampling_params(body: SamplingFields, max_tokens: int | None, min_tokens: in
     `max_tokens` None means all that the context has room for. -1 turns `top_k` off as 0 does, because clients of other
     servers send it.
     """
+    if body.seed == UNSEEDED:
+        raise invalid(f"seed is {body.seed}; it must be above that", "seed")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return SamplingParams(
         max_new_tokens=given(max_tokens, FILL_CONTEXT),
@@ -141,7 +147,7 @@ def sampling_params(body: SamplingFields, max_tokens: int | None, min_tokens: in
 
 def _logit_bias_pairs(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
     """JSON has string keys only: {"50256": -100}."""
-    try:
-        return tuple((int(token_id), value) for token_id, value in (bias or {}).items())
-    except ValueError:
-        raise invalid("the keys of logit_bias must be token ids", "logit_bias") from None
+    bias = bias or {}
+    if wrong := [key for key in bias if not _TOKEN_ID.fullmatch(key)]:
+        raise invalid(f"the keys of logit_bias must be token ids, not {wrong[0]!r}", "logit_bias")
+    return tuple((int(token_id), value) for token_id, value in bias.items())

@@ -141,11 +141,17 @@ async def test_tokenize_and_back(app: App, tokenizer: Tokenizer) -> None:
     }
 
 
+async def test_no_text_is_no_tokens_and_back(app: App) -> None:
+    nothing = (await app.post("/tokenize", {"prompt": ""})).json()["tokens"]
+    assert nothing == []
+    assert (await app.post("/detokenize", {"tokens": nothing})).json() == {"text": ""}
+
+
 async def test_tokenize_takes_so_many_prompts(app: App) -> None:
     assert "1024" in await app.refused("/tokenize", {"prompt": ["a"] * 1025}, "prompt")
 
 
-@pytest.mark.parametrize("tokens", [[-1], [10**6], [], [[0], 1], ["a"], 5])
+@pytest.mark.parametrize("tokens", [[-1], [10**6], [[0], 1], ["a"], 5])
 async def test_detokenize_refuses_what_is_no_token(app: App, tokens: object) -> None:
     assert (await app.post("/detokenize", {"tokens": tokens})).status_code == 400
 
@@ -159,6 +165,11 @@ async def test_health_is_200_or_says_why_not(app: App) -> None:
     app.manager.health = (False, "draining")
     response = await app.http.get("/health")
     assert (response.status_code, response.json()) == (503, {"status": "draining"})
+
+
+async def test_health_without_a_body(app: App) -> None:
+    app.manager.health = (False, "draining")
+    assert (await app.http.head("/health")).status_code == 503
 
 
 async def test_health_answers_at_once(app: App) -> None:
