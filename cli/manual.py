@@ -171,7 +171,10 @@ def options(context: Any, command: Any) -> list[str]:
         if getattr(parameter, "rich_help_panel", None) != panel:
             panel = parameter.rich_help_panel
             lines += [f".SS {roff(panel or 'Other options')}"]
-        names = ", ".join(rf"\fB{dashed(name)}\fR" for name in (*parameter.opts, *parameter.secondary_opts))
+        forms = [*parameter.opts, *parameter.secondary_opts]
+        if parameter.name == "help":
+            forms.sort()  # Typer keeps them in a set
+        names = ", ".join(rf"\fB{dashed(form)}\fR" for form in forms)
         value = (
             ""
             if parameter.is_flag
