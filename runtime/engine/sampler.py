@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmserve.runtime.engine.batch import RowResult, SampledLogprobs, SampleSpec, int32_array, int32_bytes
 from llmserve.runtime.messages import SamplingParams
+from llmserve.runtime.ops import argmax, native
 
 _MASK64 = (1 << 64) - 1
 _NEGATIVE_INFINITY = float("-inf")
@@ -22,15 +23,19 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowResult]:
 
     A row without a finite best logit gets an error instead of a token. The device is synced once, at the end.
     """
-    tokens = logits.argmax(-1)
-    best = logits.gather(-1, tokens[:, None]).squeeze(-1)
+    tokens, best = argmax(logits)
     allowed = best.clone()
+    drawn: dict[int, Tensor] = {}
     for i, spec in enumerate(specs):
-        if spec.params.greedy and not _adjusted(spec):
-            continue
-        scores = adjust(logits[i], spec) if _adjusted(spec) else logits[i]
-        allowed[i] = scores.max()
-        tokens[i] = scores.argmax() if spec.params.greedy else draw(scores, spec.params, uniform(spec))
+        scores = logits[i]
+        if _adjusted(spec):
+            scores = adjust(scores, spec)
+            tokens[i], allowed[i] = scores.argmax(), scores.max()
+        if not spec.params.greedy:
+            drawn[i] = scores
+    if drawn:
+        index = torch.tensor(list(drawn), device=logits.device)
+        tokens[index] = _draw_all(list(drawn.values()), allowed[index], [specs[i] for i in drawn])
     logprobs = _sampled_logprobs(logits, tokens, specs)
     rows = []
     finite, possible = torch.isfinite(best).tolist(), torch.isfinite(allowed).tolist()
@@ -42,6 +47,22 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowResult]:
         else:
             rows.append(RowResult(token_id=token, logprobs=logprobs.get(i)))
     return rows
+
+
+def _draw_all(rows: list[Tensor], best: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    if not native.usable(*rows):
+        return torch.stack([draw(row, spec.params, uniform(spec)) for row, spec in zip(rows, specs, strict=True)])
+    draws = [
+        native.Draw(
+            temperature=spec.params.temperature,
+            top_p=spec.params.top_p,
+            min_p=spec.params.min_p,
+            top_k=spec.params.top_k,
+            number=uniform(spec),
+        )
+        for spec in specs
+    ]
+    return native.draw(rows, best, draws)
 
 
 def _adjusted(spec: SampleSpec) -> bool:

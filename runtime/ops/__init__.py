@@ -13,6 +13,7 @@ __all__ = [
     "PackedWeight",
     "add_rms_norm",
     "apply_rotary",
+    "argmax",
     "embedding",
     "gelu_tanh_and_mul",
     "linear",
@@ -69,6 +70,14 @@ def logits(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     if isinstance(weight, PackedWeight) and weight.panels and x.dtype == weight.dtype:
         return native.linear(x.contiguous(), weight.data, weight.out_features, None, wide=True)
     return linear(x, weight).float()
+
+
+def argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of the first largest of each row of float32 [N, V], int64 [N], and its value, [N]. A NaN is largest."""
+    if native.usable(scores):
+        return native.argmax(scores)
+    best, tokens = scores.max(-1)
+    return tokens, best
 
 
 def embedding(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:

@@ -7,7 +7,8 @@ import ctypes
 import functools
 import logging
 import math
-from ctypes import CDLL, POINTER, c_float, c_int, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import CDLL, POINTER, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -76,6 +77,18 @@ class Model(ctypes.Structure):
     )
 
 
+class Draw(ctypes.Structure):
+    """DrawParams. top_k 0, top_p 1 and min_p 0 are off; `number` is the random one in [0, 1)."""
+
+    _fields_ = (
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("top_k", c_int32),
+        ("number", c_double),
+    )
+
+
 class Batch(ctypes.Structure):
     """The tokens of a step, as all layers see it."""
 
@@ -125,6 +138,7 @@ _SIGNATURES = {
     "activate_and_multiply": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int]),
     "rotary": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
     "argmax": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
+    "draw": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
     "plan_new": (c_void_p, []),
     "plan_delete": (None, [c_void_p]),
     "plan_make": (None, [c_void_p, POINTER(Batch), c_int, c_void_p, c_void_p, c_int, c_int, c_int]),
@@ -274,6 +288,16 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     best = torch.empty(logits.shape[0])
     _kernels().llmserve_argmax(logits.data_ptr(), tokens.data_ptr(), best.data_ptr(), *logits.shape)
     return tokens, best
+
+
+def draw(rows: Sequence[Tensor], best: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """A token of each of the rows, float32 [V] each, as engine/sampler.py's draw; best [n] are the largest scores."""
+    tokens = torch.empty(len(rows), dtype=torch.int64)
+    addresses = (c_void_p * len(rows))(*(row.data_ptr() for row in rows))
+    _kernels().llmserve_draw(
+        addresses, best.data_ptr(), (Draw * len(rows))(*draws), tokens.data_ptr(), len(rows), rows[0].shape[0]
+    )
+    return tokens
 
 
 def _kernels() -> CDLL:

@@ -18,8 +18,9 @@ from transformers import (
 )
 
 from llmserve.runtime.engine.batch import SampledLogprobs, SampleSpec, int32_bytes
-from llmserve.runtime.engine.sampler import adjust, sample, uniform
+from llmserve.runtime.engine.sampler import adjust, draw, sample, uniform
 from llmserve.runtime.messages import SamplingParams
+from llmserve.runtime.ops import native
 
 VOCAB = 50
 
@@ -94,6 +95,28 @@ def test_filters_are_those_of_transformers(params: dict[str, Any]) -> None:
         assert abs(counts[i] - mean) < 5 * max(mean, 1) ** 0.5
         assert (expected[i] == 0) <= (counts[i] == 0)
     assert counts != draws(logits, 4000)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler, or a CPU without AVX-512")
+@pytest.mark.parametrize("scale", [0.5, 3.0, 30.0])
+def test_the_native_draw_is_the_draw(scale: float) -> None:
+    random = np.random.default_rng(0)
+    logits = scale * torch.randn(300, 5003, generator=torch.Generator().manual_seed(1))
+    logits[:, ::7] = float("-inf")
+    specs = [
+        spec(
+            seed=i,
+            temperature=random.choice([0.3, 1.0, 2.0]),
+            top_k=int(random.choice([0, 0, 2, 40, 4500, 9000])),
+            top_p=random.choice([1.0, 0.999, 0.9, 0.3, 1e-9]),
+            min_p=random.choice([0.0, 0.0, 0.01, 0.5]),
+        )
+        for i in range(300)
+    ]
+    native_tokens = [result.token_id for result in sample(logits, specs)]
+    torch_tokens = [int(draw(row, one.params, uniform(one))) for row, one in zip(logits, specs, strict=True)]
+    assert sum(a != b for a, b in zip(native_tokens, torch_tokens, strict=True)) <= 1  # a number on a boundary
+    assert len(set(native_tokens)) > 50
 
 
 def test_top_p_keeps_the_likeliest_token_at_least() -> None:

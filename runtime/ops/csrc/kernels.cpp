@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "decoder.h"
+#include "sample.h"
 
 using namespace llmserve;
 
@@ -162,6 +163,14 @@ void llmserve_argmax(const float* logits, int64_t* tokens, float* best, int64_t 
     for_rows(rows, size, [&](int64_t r) {
         tokens[r] = argmax(logits + r * size, size);
         best[r] = logits[r * size + tokens[r]];
+    });
+}
+
+// tokens [n]: one drawn from each of the rows of scores [size], none of which may be all -inf or hold a NaN.
+void llmserve_draw(const float* const* rows, const float* best, const DrawParams* params, int64_t* tokens, int64_t n, int64_t size) {
+    for_rows(n, size, [&](int64_t r) {
+        thread_local Sampler sampler;
+        tokens[r] = sampler.draw(rows[r], size, best[r], params[r]);
     });
 }
 
