@@ -47,25 +47,25 @@ def lead_or_follow(topology: Topology, args: ServerArgs) -> dict[str, Any]:
     worker = make_worker(topology, args)
     rng = random.Random(7)
     vocab_size = worker.info.vocab_size
-    prefixes = [rng.choices(range(3, vocab_size), k=length) for length in (0, 20, 50)]
+    prefixes = [rng.choices(range(3, vocab_size), k=length) for length in (0, 20, 34)]
     crowd = Harness(worker, depth=args.pp_size, max_running_requests=36, chunked_prefill_size=24)
     for i in range(PROMPTS):
-        prompt = [*rng.choice(prefixes), *rng.choices(range(3, vocab_size), k=rng.randrange(1, 30))]
+        prompt = [*rng.choice(prefixes), *rng.choices(range(3, vocab_size), k=rng.randrange(1, 10))]
         params = SamplingParams(
             temperature=rng.choice([0.0, 1.0]),
             top_k=10,  # in a thousand equally likely tokens a rounding may move the draw to the next one
             frequency_penalty=rng.choice([0.0, 0.5]),
             seed=i,
-            max_new_tokens=rng.choice([4, 30, 50]),
+            max_new_tokens=rng.choice([4, 8, 60]),
             ignore_eos=True,
         )
         logprobs = LogprobOptions(top=2, prompt=True) if i % 10 == 3 else None
         crowd.send(f"r{i}", prompt, params=params, logprobs=logprobs)
     crowd.embed("e", rng.choices(range(3, vocab_size), k=40), pooling="mean")
-    for turn in range(60):
+    for turn in range(30):
         crowd.turn()
-        if turn % 20 == 10:
-            crowd.inbox.append(AbortReqInput(rids=(f"r{ABORTED[turn // 20]}",)))
+        if turn % 10 == 5:
+            crowd.inbox.append(AbortReqInput(rids=(f"r{ABORTED[turn // 10]}",)))
     crowd.run()
     crowd.check_empty()
     counters = crowd.scheduler.results.counters
@@ -104,7 +104,7 @@ def single(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def arguments(model: Path, **options: Any) -> ServerArgs:
-    return ServerArgs(model=str(model), dtype="float32", max_total_tokens=400, threads=1, **options)
+    return ServerArgs(model=str(model), dtype="float32", max_total_tokens=256, threads=1, **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
