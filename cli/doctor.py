@@ -12,7 +12,7 @@ import psutil
 import typer
 
 from llmserve.cli import format
-from llmserve.cli.common import ExitCode, JsonOption, console_of
+from llmserve.cli.common import ExitCode, JsonOption, TimeoutOption, console_of
 from llmserve.runtime.instance import InstanceError, InstanceRecord, list_instances, runtime_root, sweep_stale
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "fastapi", "uvicorn")
@@ -37,6 +37,7 @@ def doctor(
         bool, typer.Option("--fix", help="Remove what dead instances left behind, and end their orphaned processes.")
     ] = False,
     port: Annotated[int, typer.Option("--port", metavar="PORT", help="The port to look at.")] = 30000,
+    timeout: TimeoutOption = 2.0,
     json: JsonOption = False,
 ) -> None:
     """Look for what goes wrong: stale directories, orphans, taken ports, memory, versions, threads.
@@ -44,7 +45,7 @@ def doctor(
     Exit status 1 when something is bad. --fix touches nothing of an instance that lives.
     """
     console = console_of(ctx)
-    findings = list(examine(fix, port))
+    findings = list(examine(fix, port, timeout))
     if json:
         console.json([finding._asdict() for finding in findings])
     else:
@@ -57,7 +58,7 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def examine(fix: bool, port: int) -> Iterator[Finding]:
+def examine(fix: bool, port: int, timeout_s: float) -> Iterator[Finding]:
     """All the checks, in the order in which they are shown."""
     yield from libraries()
     yield default_model()
@@ -74,7 +75,7 @@ def examine(fix: bool, port: int) -> Iterator[Finding]:
     yield taken_port(alive, port)
     yield from versions_of(alive)
     yield memory()
-    yield from pools(alive)
+    yield from pools(alive, timeout_s)
     yield threads(len(alive))
 
 
@@ -178,7 +179,7 @@ def memory() -> Finding:
     return Finding("memory", "ok", detail)
 
 
-def pools(alive: list[InstanceRecord]) -> Iterator[Finding]:
+def pools(alive: list[InstanceRecord], timeout_s: float) -> Iterator[Finding]:
     """Whether each instance's KV pool, which is filled as it is used, still fits into the memory."""
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.client import RpcCallError
@@ -187,7 +188,7 @@ def pools(alive: list[InstanceRecord]) -> Iterator[Finding]:
     available = psutil.virtual_memory().available
     for record in alive:
         try:
-            with Remote(record, 2.0) as remote:
+            with Remote(record, timeout_s) as remote:
                 answers = remote.each(GetStatusReqInput())
         except RpcCallError as error:
             yield Finding("scheduler", "bad", f'"{record.name}" ({record.state}): {error}')

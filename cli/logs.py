@@ -1,19 +1,23 @@
 """`llmserve logs`: the log of an instance, also of one that has died or failed."""
 
 import os
+import re
 import time
 from collections import deque
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from llmserve.cli.common import CommandError, ExitCode, InstanceOption, console_of, find_instance
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
 from llmserve.cli.console import CONTROL_PICTURES, Console
 from llmserve.runtime.instance import InstanceRecord, list_instances
 from llmserve.runtime.logs import kept_log
 
 POLL_S = 0.2
+LINE = re.compile(r"(?P<time>\d{4}-\S+) (?P<level>[a-z]+) (?P<process>\S+): (?P<message>.*)")
+"""As runtime/logs.py writes it."""
 LINE_SAFE = {code: shown for code, shown in CONTROL_PICTURES.items() if chr(code) not in "\n\t"}
 
 
@@ -24,25 +28,32 @@ def logs(
     lines: Annotated[
         int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="Only the last so many lines.")
     ] = None,
+    json: JsonOption = False,
 ) -> None:
     """Print the log of an instance that keeps one: started on a terminal, or with --detach.
 
     An instance started off a terminal writes its log to its standard error instead.
+
+    --json prints an object a line: time, level, process and message; the lines of a traceback have a message only.
     """
     console = console_of(ctx)
     record = find_with_log(instance)
-    with Path(record.log_path).open(encoding="utf-8", errors="replace") as file:
-        for line in deque(file, maxlen=lines):
-            write(console, line)
+    with Path(record.log_path).open("rb") as file:
+        rest = write(console, b"".join(deque(file, maxlen=lines)), json)
         while follow:
             alive = record.alive  # asked before the last look, so that nothing written before the end is missed
+            if os.fstat(file.fileno()).st_size < file.tell():
+                file.seek(0)  # it had grown too long, and was begun anew
             added = file.read()
             if added:
-                write(console, added)
+                rest = write(console, rest + added, json)
             elif not alive or not os.path.exists(record.log_path):
-                return
+                console.note(f'"{record.name}" has ended')
+                break
             else:
                 time.sleep(POLL_S)
+        if rest:
+            write(console, rest + b"\n", json)
 
 
 def find_with_log(name: str | None) -> InstanceRecord:
@@ -61,5 +72,14 @@ def find_with_log(name: str | None) -> InstanceRecord:
     return record
 
 
-def write(console: Console, text: str) -> None:
-    console.print(text.translate(LINE_SAFE) if console.stdout.isatty() else text, end="")
+def write(console: Console, text: bytes, json: bool) -> bytes:
+    """Shows the whole lines of `text`, and returns what comes after them."""
+    *lines, rest = text.split(b"\n")
+    for line in (line.decode(errors="replace") for line in lines):
+        if json:
+            parts = LINE.fullmatch(line)
+            fields = parts.groupdict() if parts else {**dict.fromkeys(LINE.groupindex), "message": line}
+            console.print(dumps(fields, ensure_ascii=False))
+        else:
+            console.print(line.translate(LINE_SAFE) if console.stdout.isatty() else line)
+    return rest

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 import typer
 
-from llmserve.cli.common import JsonOption, console_of
+from llmserve.cli.common import JsonOption, TimeoutOption, console_of
 from llmserve.cli.format import duration
 from llmserve.runtime.instance import InstanceRecord, list_instances
 
@@ -31,6 +31,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 def ps(
     ctx: typer.Context,
+    timeout: TimeoutOption = LOAD_TIMEOUT_S,
     json: JsonOption = False,
     all_records: Annotated[
         bool, typer.Option("--all", "-a", help="Also those that ended without removing their directory.")
@@ -38,10 +39,11 @@ def ps(
 ) -> None:
     """List the running instances, with the requests that run and wait in each.
 
-    A state is starting, ready, paused, draining, or dead: its process is gone, and the next launch removes its rest.
+    A state is starting, ready, paused or draining; silent: its scheduler does not answer within --timeout; or dead: its
+    process is gone, and the next launch removes its rest.
     """
     console = console_of(ctx)
-    lines = [look(record) for record in list_instances() if record.alive or all_records]
+    lines = [look(record, timeout) for record in list_instances() if record.alive or all_records]
     if json:
         console.json([msgspec.to_builtins(line) for line in lines])
         return
@@ -59,9 +61,9 @@ def ps(
     console.table(columns, rows, right=("PID", "AGE", "RUN", "WAIT"))
 
 
-def look(record: InstanceRecord) -> Line:
+def look(record: InstanceRecord, timeout_s: float) -> Line:
     """What is known of an instance, its scheduler asked."""
-    load = ask_load(record) if record.alive and record.state != "starting" else None
+    load = ask_load(record, timeout_s) if record.alive and record.state != "starting" else None
     return Line(
         name=record.name,
         model=record.served_model_names[0] if record.served_model_names else record.model,
@@ -87,10 +89,12 @@ def state_of(record: InstanceRecord, load: Load | None) -> str:
     """The scheduler knows best whether it is paused, the main process whether it ends."""
     if not record.alive:
         return "dead"
-    return load.state if load and record.state == "ready" else record.state
+    if record.state != "ready":
+        return record.state
+    return load.state if load else "silent"
 
 
-def ask_load(record: InstanceRecord) -> Load | None:
+def ask_load(record: InstanceRecord, timeout_s: float = LOAD_TIMEOUT_S) -> Load | None:
     """The requests of all replicas and the state of the last; None where one does not answer soon."""
     from llmserve.runtime.client import RpcCallError, RpcClient
     from llmserve.runtime.messages import GetLoadReqInput
@@ -98,7 +102,7 @@ def ask_load(record: InstanceRecord) -> Load | None:
     total = Load(0, 0, record.state)
     for address in record.rpc_addresses:
         try:
-            with RpcClient(address, timeout_s=LOAD_TIMEOUT_S) as client:
+            with RpcClient(address, timeout_s=timeout_s) as client:
                 answer = client.call(GetLoadReqInput())
         except RpcCallError:
             return None

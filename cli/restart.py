@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from llmserve.cli.common import CommandError, ExitCode, InstanceOption, console_of, find_instance
-from llmserve.cli.stop import stop
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
+from llmserve.cli.stop import end
 from llmserve.runtime.instance import InstanceRecord
 
 
@@ -20,6 +20,7 @@ def restart(
         float | None,
         typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long to wait for its end."),
     ] = None,
+    json: JsonOption = False,
 ) -> None:
     """End an instance and launch it again: same name, port, options, variables and working directory.
 
@@ -27,10 +28,17 @@ def restart(
     """
     record = find_instance(instance)
     command, environ, directory = how_launched(record)
-    console_of(ctx).note(f'restarting "{record.name}"')
-    stop(ctx, record.name, now, timeout)
-    done = subprocess.run(command, env=environ, cwd=directory, check=False)
-    raise typer.Exit(done.returncode)
+    console = console_of(ctx)
+    console.note(f'restarting "{record.name}"')
+    end(console, record, now, timeout)
+    done = subprocess.run(command, env=environ, cwd=directory, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+    address = done.stdout.strip()
+    if json:
+        console.json({"instance": record.name, "pid": find_instance(record.name).pid, "address": address})
+    else:
+        console.print(address)
 
 
 def how_launched(record: InstanceRecord) -> tuple[list[str], dict[str, str], str]:

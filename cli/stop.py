@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from llmserve.cli.common import CommandError, ExitCode, InstanceOption, console_of, find_instance
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
 from llmserve.cli.console import Console
 from llmserve.cli.format import duration, plural
 from llmserve.cli.ps import ask_load
@@ -32,6 +32,7 @@ def stop(
             show_default="its --drain-timeout",
         ),
     ] = None,
+    json: JsonOption = False,
 ) -> None:
     """Drain an instance and end it.
 
@@ -40,6 +41,15 @@ def stop(
     """
     console = console_of(ctx)
     record = find_instance(instance)
+    seconds = end(console, record, now, timeout)
+    if json:
+        console.json({"instance": record.name, "pid": record.pid, "seconds": round(seconds, 3)})
+    else:
+        console.note(f'"{record.name}" has ended after {duration(seconds)}')
+
+
+def end(console: Console, record: InstanceRecord, now: bool, timeout: float | None) -> float:
+    """Ends an instance and returns the seconds that it took. Raises CommandError."""
     began = time.monotonic()
     process = open_process(record)
     try:
@@ -52,7 +62,7 @@ def stop(
             wait_drained(console, record, process, timeout)
     finally:
         os.close(process)
-    console.note(f'"{record.name}" has ended after {duration(time.monotonic() - began)}')
+    return time.monotonic() - began
 
 
 def open_process(record: InstanceRecord) -> int:

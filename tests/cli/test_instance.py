@@ -251,14 +251,19 @@ def test_a_detached_instance_is_configured_logged_restarted_and_stopped(own_root
         restarted = run_cli(own_root, "restart")
         assert restarted.returncode == 0, restarted.stderr
         assert restarted.stdout.strip() == url
+        again = json.loads(run_cli(own_root, "restart", "--now", "--json").stdout)
+        assert (again["instance"], again["address"]) == ("filed", url)
         second = json.loads(run_cli(own_root, "status", "--json").stdout)
-        assert second["instance"]["pid"] != first["instance"]["pid"]
+        assert second["instance"]["pid"] == again["pid"] != first["instance"]["pid"]
         assert second["replicas"][0]["kv_tokens_total"] == 4096
         assert httpx.get(f"{url}/v1/models").status_code == 401  # it still has its key
         assert httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer a-key"}).status_code == 200
     finally:
-        stopped = run_cli(own_root, "stop", "--now")
+        stopped = run_cli(own_root, "stop", "--now", "--json")
     assert stopped.returncode == 0
+    ended = json.loads(stopped.stdout)
+    assert (ended["instance"], ended["pid"]) == ("filed", second["instance"]["pid"])
+    assert 0 < ended["seconds"] < 5
     assert run_cli(own_root, "ps", "--json").stdout.strip() == "[]"
 
 

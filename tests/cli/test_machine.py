@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from fake_instance import FakeInstance, fresh_registry, run
 from llmserve.cli import doctor, restart
 from llmserve.cli.common import CommandError
 from llmserve.runtime.instance import InstanceRecord, process_start_time
+from llmserve.runtime.logs import LineFormatter
 from llmserve.runtime.messages import GetStatusReqInput, GetStatusReqOutput, ProcessInfo
 
 
@@ -92,8 +95,41 @@ def test_logs_follows_until_the_instance_ends(tmp_path: Path, sleeper: subproces
         (fake.instance.directory / "instance.json").write_bytes(msgspec.json.encode(record))
         writer = threading.Thread(target=go_on)
         writer.start()
-        assert run("logs", "-f").out == "start\nmore\nthe end\n"
+        result = run("logs", "-f")
+        assert (result.out, result.err) == ("start\nmore\nthe end\n", '"fake" has ended\n')
         writer.join()
+
+
+def test_logs_goes_on_in_a_log_that_was_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    log.write_text("a long line of the log before\n")
+    naps = iter((lambda: log.write_text("anew\n"), log.unlink))
+    monkeypatch.setattr("llmserve.cli.logs.time.sleep", lambda _: next(naps)())
+    with FakeInstance() as fake:
+        fake.instance.update(log_path=str(log))
+        assert run("logs", "-f").out == "a long line of the log before\nanew\n"
+
+
+def test_logs_as_json_is_an_object_a_line(tmp_path: Path) -> None:
+    """Every line as the log's own formatter writes it, tracebacks and an unfinished line included."""
+    log = tmp_path / "log"
+    try:
+        raise ValueError("why")
+    except ValueError:
+        facts = {"msg": "it failed rid=%r", "args": ("a: b",), "levelname": "ERROR", "exc_info": sys.exc_info()}
+        event = logging.makeLogRecord(facts)
+    log.write_text(LineFormatter("scheduler").format(event))
+    with FakeInstance() as fake:
+        fake.instance.update(log_path=str(log))
+        for terminal in (False, True):
+            first, *rest = map(json.loads, run("logs", "--json", terminal=terminal).out.splitlines())
+            assert (first["level"], first["process"], first["message"]) == (
+                "error",
+                "scheduler",
+                "it failed rid='a: b'",
+            )
+            datetime.fromisoformat(first["time"])
+            assert rest[-1] == {"time": None, "level": None, "process": None, "message": "ValueError: why"}
 
 
 def test_logs_of_a_dead_instance_can_be_read(registry: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,18 @@ def test_silence_is_exit_75(fake: FakeInstance) -> None:
 
 
 # ---- ping ----------------------------------------------------------------------------------------------------------
+
+
+def test_ps_and_doctor_say_which_scheduler_is_silent(fake: FakeInstance) -> None:
+    with FakeInstance("mute") as mute:
+        mute.handlers[GetLoadReqInput] = mute.handlers[GetStatusReqInput] = lambda _: []
+        began = time.monotonic()
+        listed = {line["name"]: line for line in json.loads(run("ps", "--json", "--timeout", "0.2").out)}
+        assert time.monotonic() - began < 1.0  # which is what it would wait without --timeout
+        checks = json.loads(run("doctor", "--json", "--timeout", "0.2").out)
+    assert (listed["fake"]["state"], listed["fake"]["running"]) == ("ready", 2)
+    assert (listed["mute"]["state"], listed["mute"]["running"]) == ("silent", None)
+    assert [check["status"] for check in checks if "mute" in check["detail"] and "0.2 s" in check["detail"]] == ["bad"]
 
 
 def test_ping(fake: FakeInstance) -> None:
