@@ -7,7 +7,7 @@ import torch
 
 from llmserve.runtime.attention.base import AttentionBackend, PageGeometry
 from llmserve.runtime.attention.native import NativeAttention
-from llmserve.runtime.attention.select import make_attention
+from llmserve.runtime.attention.select import make_attention, page_size
 from llmserve.runtime.config import ConfigError, ServerArgs
 from llmserve.runtime.distributed.collectives import least, total
 from llmserve.runtime.distributed.groups import Topology
@@ -86,14 +86,15 @@ def build_parts(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=config.head_dim,
-        page_size=args.page_size,
+        page_size=page_size(args.attention_backend, args.page_size, device),
         dtype=dtype,
         device=device,
     )
     info = plan_pool(args, config, geometry, longest, weight_bytes(model), topology)
     progress("kv pool", info.num_pages * info.page_size, info.num_pages * info.page_size, "tokens")
     heads = config.num_heads // topology.tp.size
-    attention = make_attention(args.attention_backend, geometry, info.num_pages, heads)
+    softcap = config.attention_softcap is not None
+    attention = make_attention(args.attention_backend, geometry, info.num_pages, heads, softcap)
     log.info(
         "model ready device=%s dtype=%s attention=%s kv_tokens=%d kv_bytes=%d",
         device,
@@ -133,9 +134,9 @@ def plan_pool(
 ) -> WorkerInfo:
     """What the worker offers; a sequence may not outgrow the pool. Raises ConfigError where --max-model-len would."""
     ranks_here = len(places(args)) if geometry.device.type == "cpu" else 1  # they share the memory
-    num_pages = pool_tokens(args, longest, geometry, ranks_here) // args.page_size
+    num_pages = pool_tokens(args, longest, geometry, ranks_here) // geometry.page_size
     num_pages = least(num_pages, topology.weights, geometry.device)
-    tokens = num_pages * args.page_size
+    tokens = num_pages * geometry.page_size
     if args.max_model_len is not None and args.max_model_len > tokens:
         raise ConfigError(
             f"--max-model-len {args.max_model_len} does not fit into a KV pool of {tokens} tokens; "
@@ -147,7 +148,7 @@ def plan_pool(
         hidden_size=config.hidden_size,
         eos_token_ids=config.eos_token_ids,
         num_pages=num_pages,
-        page_size=args.page_size,
+        page_size=geometry.page_size,
         bytes_per_page=total(geometry.bytes_per_page, topology.weights, geometry.device),
         weight_bytes=weight_bytes,
     )

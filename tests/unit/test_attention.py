@@ -1,15 +1,17 @@
 """Attention backends against a naive dense computation: prompts, chunks and decodes together, over scattered pages."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from llmserve.runtime.attention import varlen
 from llmserve.runtime.attention.base import AttentionBackend, AttentionSpec, PageGeometry
 from llmserve.runtime.attention.native import NativeAttention, unsupported
 from llmserve.runtime.attention.reference import ReferenceAttention
-from llmserve.runtime.attention.select import make_attention
+from llmserve.runtime.attention.select import make_attention, page_size
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.engine.batch import PlanRow, StepPlan, int32_bytes
 from llmserve.runtime.engine.forward import make_forward_batch
@@ -22,6 +24,7 @@ Backend = Callable[[PageGeometry, int, int], AttentionBackend]
 BACKENDS: dict[str, Backend] = {
     "reference": lambda geometry, pages, heads: ReferenceAttention(geometry, pages),
     "native": NativeAttention,
+    "varlen": lambda geometry, pages, heads: varlen.VarlenAttention(geometry, pages),
 }
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="no compiler, or a CPU without AVX-512")
 backends = pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=needs_kernels)])
@@ -30,15 +33,19 @@ backends = pytest.mark.parametrize("backend", ["reference", pytest.param("native
 class Sequences:
     """Sequences of random keys and values in scattered pages, and what dense attention makes of them."""
 
-    def __init__(self, backend: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, page_size: int = 16):
-        self.heads, self.kv_heads, self.head_dim, self.dtype, self.page_size = (
-            heads,
-            kv_heads,
-            head_dim,
-            dtype,
-            page_size,
-        )
-        geometry = PageGeometry(1, kv_heads, head_dim, page_size, dtype, CPU)
+    def __init__(
+        self,
+        backend: str,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        page_size: int = 16,
+        device: torch.device = CPU,
+    ) -> None:
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.dtype, self.page_size, self.device = dtype, page_size, device
+        geometry = PageGeometry(1, kv_heads, head_dim, page_size, dtype, device)
         self.attention = BACKENDS[backend](geometry, 400, heads)
         # what other requests left in the pages must never show
         self.attention.pool.keys[0].fill_(float("nan"))
@@ -60,12 +67,12 @@ class Sequences:
             while len(pages) * self.page_size < start + count:
                 pages.append(self._free.pop())
             rows.append(PlanRow(token_ids=int32_bytes([0] * count), start=start, pages=int32_bytes(pages)))
-        batch, _ = make_forward_batch(StepPlan(rows=tuple(rows)), self.page_size, CPU)
+        batch, _ = make_forward_batch(StepPlan(rows=tuple(rows)), self.page_size, self.device)
         self.attention.plan(batch)
         q, k, v = (
             torch.cat([of[name][-count:] for name, count in tokens.items()]) for of in (self._q, self._k, self._v)
         )
-        out = self.attention.forward(0, q, k, v, spec)
+        out = self.attention.forward(0, q.to(self.device), k.to(self.device), v.to(self.device), spec).cpu()
         return dict(zip(tokens, out.split(list(tokens.values())), strict=True))
 
     def _extend(self, name: str, count: int) -> None:
@@ -147,6 +154,17 @@ def test_larger_pages() -> None:
     sequences.check(AttentionSpec(scale=0.2), a=1, b=1)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("window", [None, 1, 24])
+def test_varlen_attention_on_a_gpu(window: int | None) -> None:
+    sequences = Sequences("varlen", 9, 3, 64, torch.bfloat16, page_size=256, device=torch.device("cuda"))
+    spec = AttentionSpec(scale=0.125, sliding_window=window)
+    sequences.check(spec, a=255, b=256, c=257)
+    sequences.check(spec, a=1, b=1, c=1)
+    sequences.check(spec, a=1, b=40, d=1, c=600)
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_a_token_gets_the_same_whatever_else_is_in_the_batch(dtype: torch.dtype) -> None:
@@ -176,9 +194,11 @@ def test_a_token_gets_the_same_whatever_else_is_in_the_batch(dtype: torch.dtype)
 @needs_kernels
 def test_the_choice_of_a_backend() -> None:
     geometry = PageGeometry(1, 2, 32, 16, torch.bfloat16, CPU)
-    assert isinstance(make_attention("auto", geometry, 4, 2), NativeAttention)
-    assert isinstance(make_attention("native", geometry, 4, 2), NativeAttention)
-    assert isinstance(make_attention("reference", geometry, 4, 2), ReferenceAttention)
+    assert isinstance(make_attention("auto", geometry, 4, 2, False), NativeAttention)
+    assert isinstance(make_attention("native", geometry, 4, 2, False), NativeAttention)
+    assert isinstance(make_attention("reference", geometry, 4, 2, False), ReferenceAttention)
+    with pytest.raises(ConfigError, match="runs on CUDA, not on cpu"):
+        make_attention("varlen", geometry, 4, 2, False)
     for odd in (
         PageGeometry(1, 2, 32, 24, torch.bfloat16, CPU),
         PageGeometry(1, 2, 40, 16, torch.bfloat16, CPU),
@@ -186,6 +206,24 @@ def test_the_choice_of_a_backend() -> None:
     ):
         reason = unsupported(odd)
         assert reason
-        assert isinstance(make_attention("auto", odd, 4, 2), ReferenceAttention)
+        assert isinstance(make_attention("auto", odd, 4, 2, False), ReferenceAttention)
         with pytest.raises(ConfigError, match=reason.split(",")[0]):
-            make_attention("native", odd, 4, 2)
+            make_attention("native", odd, 4, 2, False)
+
+
+def test_what_varlen_attention_takes() -> None:
+    cuda = torch.device("cuda")
+    assert page_size("auto", 16, cuda) == 256
+    assert page_size("varlen", 300, cuda) == 512
+    assert page_size("reference", 16, cuda) == 16
+    assert page_size("auto", 16, CPU) == 16
+    good = PageGeometry(1, 2, 64, 256, torch.bfloat16, cuda)
+    assert varlen.unsupported(good, softcap=False) is None
+    for odd, softcap, said in (
+        (good, True, "softcap"),
+        (dataclasses.replace(good, dtype=torch.float32), False, "float32"),
+        (dataclasses.replace(good, page_size=16), False, "256 tokens, not of 16"),
+        (dataclasses.replace(good, head_dim=264), False, "not of 264"),
+        (dataclasses.replace(good, device=CPU), False, "not on cpu"),
+    ):
+        assert said in (varlen.unsupported(odd, softcap) or "")

@@ -1,0 +1,64 @@
+"""Attention on CUDA by torch's varlen_attn, whose flash kernels read a paged cache through a block table."""
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from llmserve.runtime.attention.base import AttentionBackend, AttentionSpec, ForwardBatch, KVPool, PageGeometry
+
+PAGE_MULTIPLE = 256
+"""Tokens that a page holds, or a multiple: what FlashAttention 2 asks of a paged cache."""
+
+
+class VarlenAttention(AttentionBackend):
+    """Pages lie as [page_size, Hkv, D]. Nothing here syncs with the device."""
+
+    def __init__(self, geometry: PageGeometry, num_pages: int) -> None:
+        shape = (geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
+        self.pool = KVPool(geometry, num_pages, shape, shape)
+        self._batch: ForwardBatch | None = None
+        self._key_start = torch.empty(0)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        self._batch = batch
+        self._key_start = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        batch = self._batch
+        assert batch is not None
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        keys.flatten(0, 1).index_copy_(0, batch.slot_mapping, k)
+        values.flatten(0, 1).index_copy_(0, batch.slot_mapping, v)
+        out = varlen_attn(
+            q,
+            keys,
+            values,
+            batch.query_start,
+            self._key_start,
+            batch.max_query_len,
+            batch.max_seq_len,
+            scale=spec.scale,
+            # flash attention counts the tokens to the left, without the token itself
+            window_size=(-1 if spec.sliding_window is None else spec.sliding_window - 1, 0),
+            enable_gqa=True,
+            seqused_k=batch.seq_lens,
+            block_table=batch.block_table,
+            num_splits=1,  # a token's result must not depend on the longest sequence of the batch
+        )
+        assert isinstance(out, Tensor)
+        return out.flatten(1)
+
+
+def unsupported(geometry: PageGeometry, softcap: bool) -> str | None:
+    """Why varlen_attn cannot take this geometry; None where it can."""
+    if geometry.device.type != "cuda":
+        return f"it runs on CUDA, not on {geometry.device}"
+    if geometry.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {geometry.dtype}"
+    if geometry.page_size % PAGE_MULTIPLE:
+        return f"it takes pages of a multiple of {PAGE_MULTIPLE} tokens, not of {geometry.page_size}"
+    if geometry.head_dim % 8 or geometry.head_dim > 256:
+        return f"it takes heads of a multiple of 8 up to 256, not of {geometry.head_dim}"
+    if softcap:
+        return "it has no softcap of attention scores, which the model asks for"
+    return None
