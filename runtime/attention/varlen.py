@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from llmserve.runtime.attention.base import AttentionBackend, AttentionSpec, ForwardBatch, KVPool, PageGeometry
 
@@ -14,6 +13,9 @@ class VarlenAttention(AttentionBackend):
     """Pages lie as [page_size, Hkv, D]. Nothing here syncs with the device."""
 
     def __init__(self, geometry: PageGeometry, num_pages: int) -> None:
+        from torch.nn.attention.varlen import varlen_attn  # takes most of a second, which a CPU start need not wait
+
+        self._attend = varlen_attn
         shape = (geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
         self.pool = KVPool(geometry, num_pages, shape, shape)
         self._batch: ForwardBatch | None = None
@@ -29,7 +31,7 @@ class VarlenAttention(AttentionBackend):
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         keys.flatten(0, 1).index_copy_(0, batch.slot_mapping, k)
         values.flatten(0, 1).index_copy_(0, batch.slot_mapping, v)
-        out = varlen_attn(
+        out = self._attend(
             q,
             keys,
             values,
