@@ -186,7 +186,7 @@ def test_update_weights(op: RunningInstance, cli: Any, long_model: Path, tmp_pat
     prompt = ("generate", "Once upon a time", "--max-tokens", "8", "-t", "0")
     before = cli(*prompt).stdout
     version = json.loads(cli("status", "--json").stdout)["replicas"][0]["weight_version"]
-    assert "would be accepted" in cli("update-weights", str(copy), "--dry-run").stdout
+    assert cli("update-weights", str(copy), "--dry-run").stdout == f"{copy} would be accepted\n"
     done = cli("update-weights", str(copy))
     assert done.returncode == 0, done.stderr
     assert f"weights {version} -> {version + 1}: " in done.stdout
