@@ -86,6 +86,7 @@ class Stack:
         self.checkpoint: hub.Checkpoint
         self.tokenizer_manager: TokenizerManager
         self._front: TokenizerManager | None = None
+        self._ports = [PortArgs.init_new(self.instance.directory, replica) for replica in range(args.dp_size)]
         self._children: list[ChildProcess] = []
         self._ranks: dict[ChildProcess, Place] = {}
         self._detokenizer: ChildProcess
@@ -113,7 +114,6 @@ class Stack:
 
     async def _start(self) -> None:
         args = self.args
-        ports = [PortArgs.init_new(self.instance.directory, replica) for replica in range(args.dp_size)]
         self.instance.update(
             host=args.host, port=args.port, model=args.model, served_model_names=args.served_model_names
         )
@@ -131,13 +131,13 @@ class Stack:
         self.instance.update(
             model=self.checkpoint.path,
             served_model_names=args.served_model_names or (self.checkpoint.name,),
-            children=tuple(child.pid for child in self._children),
-            rpc_addresses=tuple(replica.rpc_ipc_name for replica in ports),
         )
+        self._publish()
         for child in self._children:
-            self._give_orders(child, ports)
+            self._give_orders(child)
         tokenizer = await in_thread(Tokenizer.load, self.checkpoint.tokenizer_dir)
-        self._front = TokenizerManager(args, ports[0], self.checkpoint, tokenizer)
+        inputs = [ports.scheduler_input_ipc_name for ports in self._ports]
+        self._front = TokenizerManager(args, self._ports[0], self.checkpoint, tokenizer, inputs)
         await self._front.start()
         for child in self._children:
             await child.ready
@@ -158,13 +158,13 @@ class Stack:
             self._ranks[self._spawn(role, "llmserve.runtime.scheduler.process", environment)] = place
         self._detokenizer = self._spawn("detokenizer", "llmserve.runtime.detokenizer", LIGHT_ENVIRONMENT)
 
-    def _give_orders(self, child: ChildProcess, ports: list[PortArgs]) -> None:
+    def _give_orders(self, child: ChildProcess) -> None:
         place = self._ranks.get(child, Place(0, 0, 0))
         child.send(
             ChildInit(
                 role=child.role,
                 args=self.args,
-                ports=ports[place.dp_rank],
+                ports=self._ports[place.dp_rank],
                 directory=str(self.instance.directory),
                 checkpoint=self.checkpoint,
                 **place._asdict(),
@@ -198,7 +198,36 @@ class Stack:
             code,
         )
         exit_code = child.failure.exit_code if child.failure else 1
-        self._fail(describe_end(child, code), exit_code)
+        reason = describe_end(child, code)
+        if child in self._ranks and self._lose_replica(self._ranks[child].dp_rank, reason):
+            return
+        self._fail(reason, exit_code)
+
+    def _lose_replica(self, replica: int, reason: str) -> bool:
+        """Ends what is left of a replica, if others serve on; False if none does, or the instance does not serve."""
+        if self._stopping or self._watchdog is None or self._front is None:
+            return False
+        others = [number for number in self._front.schedulers.routing.alive if number != replica]
+        if not others:
+            return False
+        if replica in self._front.schedulers.routing.alive:
+            log.error("lost replica=%d reason=%r left=%d", replica, reason, len(others))
+            for rank, place in self._ranks.items():
+                if place.dp_rank == replica:
+                    rank.kill()
+            self._front.fail_replica(replica, reason)
+            self._publish()
+        return True
+
+    def _publish(self) -> None:
+        """Tells the registry which processes and which replicas there are."""
+        alive = self._front.schedulers.routing.alive if self._front is not None else range(self.args.dp_size)
+        self.instance.update(
+            children=tuple(
+                child.pid for child in self._children if child not in self._ranks or self._ranks[child].dp_rank in alive
+            ),
+            rpc_addresses=tuple(self._ports[number].rpc_ipc_name for number in alive),
+        )
 
     def _fail(self, reason: str, exit_code: int = 1) -> None:
         if self._stopping or self._failure is None or self._failure.done():
@@ -208,12 +237,15 @@ class Stack:
             self._front.fail(reason)
 
     async def _watch(self) -> None:
-        """Ends the instance when the scheduler has work but makes no step, or says nothing, for watchdog_timeout."""
+        """Ends the instance when for watchdog_timeout the scheduler has work but makes no step, or says nothing, or has
+        ended requests of which the detokenizer delivers nothing.
+        """
         timeout = self.args.watchdog_timeout
         if timeout == 0:
             return
         tick = min(timeout / WATCHDOG_TICKS, 1.0)
         seen: SchedulerMetrics | None = None
+        front, batches = self.tokenizer_manager, 0
         looked = moved = time.monotonic()
         while True:
             await asyncio.sleep(tick)
@@ -221,15 +253,17 @@ class Stack:
             # A main process that stood still itself (SIGSTOP, a suspended machine) has not listened meanwhile.
             moved += max(0.0, now - looked - 2 * tick)
             looked = now
-            latest = self.tokenizer_manager.scheduler_metrics
-            if latest is not None and made_progress(seen, latest):
-                seen, moved = latest, now
+            latest = front.scheduler_metrics
+            delivers = not front.awaits_rows or front.batches_received != batches
+            if latest is not None and made_progress(seen, latest) and delivers:
+                seen, moved, batches = latest, now, front.batches_received
             if now - moved > timeout:
-                for rank in self._ranks:
-                    rank.dump_stacks()
+                for child in self._children:
+                    child.dump_stacks()
                 await asyncio.sleep(STACKS_WAIT_S)
                 scheduler = next(iter(self._ranks))
-                self._fail(f"the {scheduler} made no step for {timeout:g} s; its stacks are in the log")
+                fault = f"{scheduler} made no step" if delivers else f"{self._detokenizer} delivered nothing"
+                self._fail(f"the {fault} for {timeout:g} s; its stacks are in the log")
                 return
 
     # ---- end -------------------------------------------------------------------------------------------------------

@@ -27,8 +27,10 @@ from llmserve.runtime.messages import (
     AbortReqInput,
     BatchEmbeddingOutput,
     BatchStrOutput,
+    BatchTokenIDOutput,
     EmbeddingReqInput,
     EmbeddingRow,
+    FinishReason,
     GenerateReqInput,
     HttpMetrics,
     MetricsInput,
@@ -37,6 +39,7 @@ from llmserve.runtime.messages import (
     SchedulerMetrics,
     StrRow,
     SubscribeMetricsReqInput,
+    TokenIDRow,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
     TokenizerManagerInput,
@@ -44,6 +47,7 @@ from llmserve.runtime.messages import (
 from llmserve.runtime.metrics import FrontMetrics
 from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.ports import PortArgs
+from llmserve.runtime.schedulers import Schedulers
 from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.validation import Limits, RequestError
 from llmserve.runtime.watchers import Watchers
@@ -61,6 +65,8 @@ INLINE_TEXT_LENGTH = 4096
 TOKENIZER_THREADS = 2
 SHOWN_TEXT_LENGTH = 200
 FLUSH_INTERVAL_S = 0.01
+LAST_ROWS_S = 0.5
+"""A dead replica's rows have come from the detokenizer by then."""
 TOKEN_BYTES = 4
 
 
@@ -70,11 +76,23 @@ Tokenized = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
 class TokenizerManager:
     """The front of the stack. `start` binds its sockets; requests may come once `state` is "ready"."""
 
-    def __init__(self, args: ServerArgs, ports: PortArgs, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        args: ServerArgs,
+        ports: PortArgs,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        inputs: Sequence[str] = (),
+    ) -> None:
+        """`inputs` are the addresses of the replicas' schedulers where there are several."""
         self.tokenizer = tokenizer
         self.metrics = FrontMetrics()
         self.state: State = "starting"
-        self.scheduler_metrics: SchedulerMetrics | None = None
+        self.schedulers = Schedulers(
+            inputs or (ports.scheduler_input_ipc_name,), args.page_size, args.max_running_requests
+        )
+        self.batches_received = 0
+        """Of rows, since the start."""
         self.limits = Limits(
             vocab_size=checkpoint.config.vocab_size,
             max_model_len=args.max_model_len or checkpoint.config.max_position_embeddings,
@@ -93,7 +111,7 @@ class TokenizerManager:
         self._flushing: asyncio.TimerHandle | None = None
         self._pull: Pull | None = None
         self._metrics_pull: Pull | None = None
-        self._push: Push | None = None
+        self._detokenizer: Push | None = None
         self._processes = {"main": psutil.Process()}
         self._watchers = Watchers(Path(ports.metrics_ipc_name.removeprefix("ipc://")).parent)
 
@@ -103,7 +121,8 @@ class TokenizerManager:
         """Binds the sockets of the text and metrics channels and begins to receive."""
         self._pull = Pull(self._ports.tokenizer_ipc_name, TokenizerManagerInput)
         self._metrics_pull = Pull(self._ports.metrics_ipc_name, MetricsInput)
-        self._push = Push(self._ports.scheduler_input_ipc_name)
+        self._detokenizer = Push(self._ports.detokenizer_ipc_name)
+        self.schedulers.open()
         self._tasks = [
             asyncio.create_task(self._receive(self._pull)),
             asyncio.create_task(self._listen_to_metrics(self._metrics_pull)),
@@ -138,6 +157,44 @@ class TokenizerManager:
             self.metrics.count_outcome("error", len(request.open))
         self._in_flight.clear()
 
+    @property
+    def scheduler_metrics(self) -> SchedulerMetrics | None:
+        """What the schedulers have said last, together; None before that."""
+        return self.schedulers.total
+
+    def fail_replica(self, replica: int, reason: str) -> None:
+        """A replica is gone and others serve on: ends its requests with 503.
+
+        Rows of theirs may be on the way still. So they stay registered until the detokenizer has passed on last rows,
+        which come from here, a little later.
+        """
+        self.schedulers.lose(replica)
+        lost = {rid: request for rid, request in self._in_flight.items() if request.replica == replica}
+        log.error("ending the requests of a replica dp_rank=%d reason=%r in_flight=%d", replica, reason, len(lost))
+        for request in lost.values():
+            request.fail(RequestError(503, f"the request was lost: {reason}", code="server_failed"))
+            request.abandoned = True
+        asyncio.get_running_loop().call_later(LAST_ROWS_S, self._send_last_rows, lost)
+
+    def _send_last_rows(self, lost: dict[str, AnyInFlight]) -> None:
+        ended = FinishReason(type="error", status=503, message="the replica has died")
+        rows = [
+            TokenIDRow(
+                rid=rid,
+                index=index,
+                output_ids=b"",
+                prompt_tokens=0,
+                cached_tokens=0,
+                completion_tokens=0,
+                finish=ended,
+            )
+            for rid, request in lost.items()
+            if self._in_flight.get(rid) is request
+            for index in sorted(request.open)
+        ]
+        if rows and self._detokenizer is not None:
+            self._detokenizer.send(BatchTokenIDOutput(rows=tuple(rows)))
+
     async def close(self) -> None:
         """Ends what is in flight and closes the sockets."""
         self.fail("the server has stopped")
@@ -146,7 +203,7 @@ class TokenizerManager:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._flushing is not None:
             self._flushing.cancel()
-        for socket in (self._pull, self._metrics_pull, self._push):
+        for socket in (self._pull, self._metrics_pull, self._detokenizer, self.schedulers):
             if socket is not None:
                 socket.close()
         self._watchers.close()
@@ -165,8 +222,15 @@ class TokenizerManager:
         if limit and now - self._heard > limit:
             return False, f"the scheduler has not been heard of for {now - self._heard:.0f} s"
         if limit and now - self._moved > limit:
-            return False, f"the scheduler has made no step for {now - self._moved:.0f} s"
+            fault = "detokenizer has delivered nothing" if self.awaits_rows else "scheduler has made no step"
+            return False, f"the {fault} for {now - self._moved:.0f} s"
         return True, "ready"
+
+    @property
+    def awaits_rows(self) -> bool:
+        """Whether requests are open that the scheduler has ended: their last rows are on the way, or lost."""
+        metrics = self.scheduler_metrics
+        return bool(self._in_flight) and metrics is not None and metrics.running + metrics.waiting == 0
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -211,7 +275,7 @@ class TokenizerManager:
         """Has the scheduler end a request, whose consumer then gets rows that say "abort". False: no such rid."""
         if rid not in self._in_flight:
             return False
-        self._push_out(AbortReqInput(rids=(rid,), message=message))
+        self._push_out(AbortReqInput(rids=(rid,), message=message), self._in_flight[rid].replica)
         return True
 
     def http_metrics(self) -> HttpMetrics:
@@ -269,7 +333,7 @@ class TokenizerManager:
             )
         if self.state != "ready":
             raise RequestError(503, f"the server does not serve: {self._failure or self.state}", code="unavailable")
-        if self._push is not None and self._push.congested:
+        if self.schedulers.congested:
             raise RequestError(
                 503, "the scheduler does not keep up with the requests: try again later", code="overloaded"
             )
@@ -320,13 +384,13 @@ class TokenizerManager:
 
     def _send(self, message: Tokenized, request: AnyInFlight) -> None:
         """Sends the request and registers it. There is no await between here and the consumer's `finally`."""
-        self._push_out(message)  # first: one that is too large for a frame must leave nothing behind
+        request.replica = self.schedulers.route(message)
+        self._push_out(message, request.replica)  # first: one that is too large for a frame must leave nothing behind
+        self.schedulers.routing.started(request.replica, request.choices)
         self._in_flight[message.rid] = request
 
-    def _push_out(self, message: SchedulerInput) -> None:
-        assert self._push is not None, "start() comes first"
-        self._push.send(message)
-        if self._push.backlog and self._flushing is None:
+    def _push_out(self, message: SchedulerInput, replica: int) -> None:
+        if self.schedulers.send(message, replica) and self._flushing is None:
             self._flush_later()
 
     def _flush_later(self) -> None:
@@ -334,7 +398,7 @@ class TokenizerManager:
 
     def _flush(self) -> None:
         self._flushing = None
-        if self._push is not None and not self._push.flush():
+        if not self.schedulers.flush():
             self._flush_later()
 
     def _leave(self, rid: str, request: AnyInFlight) -> None:
@@ -342,7 +406,7 @@ class TokenizerManager:
         if request.open and self._in_flight.get(rid) is request:
             request.abandoned = True
             request.rows.clear()
-            self._push_out(AbortReqInput(rids=(rid,), message="the client has left"))
+            self._push_out(AbortReqInput(rids=(rid,), message="the client has left"), request.replica)
             log.info("abandoned rid=%r open_choices=%d", rid, len(request.open))
 
     async def _receive(self, pull: Pull) -> None:
@@ -359,6 +423,8 @@ class TokenizerManager:
 
     def _deliver(self, batch: BatchStrOutput | BatchEmbeddingOutput) -> None:
         now = time.perf_counter()
+        self.batches_received += 1
+        self._moved = time.monotonic()
         for row in batch.rows:
             request = self._in_flight.get(row.rid)
             if request is None or row.index not in request.open:
@@ -373,6 +439,7 @@ class TokenizerManager:
         self._measure(row, request, now)
         if row.finish is not None or isinstance(row, EmbeddingRow):
             request.open.discard(row.index)
+            self.schedulers.routing.ended(request.replica)
             if not request.open:
                 del self._in_flight[row.rid]
         if not request.abandoned:
@@ -402,10 +469,11 @@ class TokenizerManager:
             message = await pull.arecv()
             if not isinstance(message, SchedulerMetrics):
                 continue
-            before, self.scheduler_metrics = self.scheduler_metrics, message
+            before = self.schedulers.metrics.get(message.dp_rank)
+            self.schedulers.take(message)
             self._heard = time.monotonic()
             idle = message.running + message.waiting == 0 or message.state == "paused"
-            if idle or before is None or message.steps_total != before.steps_total:
+            if (idle and not self.awaits_rows) or before is None or message.steps_total != before.steps_total:
                 self._moved = self._heard
             if message.state == "draining" and self.state == "ready":
                 self.drain()

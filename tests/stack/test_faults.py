@@ -187,19 +187,20 @@ def test_a_broken_checkpoint_ends_the_launch_with_its_message(own_root: Path, ti
     assert not instance.directory.exists()
 
 
-def test_the_watchdog_ends_a_scheduler_that_makes_no_step(own_root: Path, long_model: Path) -> None:
-    """And leaves one alone that has nothing to do."""
+@pytest.mark.parametrize(("role", "fault"), [("scheduler", "made no step"), ("detokenizer", "delivered nothing")])
+def test_the_watchdog_ends_what_is_stuck(own_root: Path, long_model: Path, role: str, fault: str) -> None:
+    """And leaves alone what has nothing to do."""
     with launched(own_root, "stuck", str(long_model), "--watchdog-timeout", "1.5") as instance:
         time.sleep(2)
         assert httpx.get(f"{instance.url}/health").status_code == 200
         processes = instance.processes()
-        with load(instance, FOREVER) as requests:
+        with load_for(instance, seconds=1) as requests:
             stopped = time.monotonic()
-            instance.child("scheduler").suspend()
+            instance.child(role).suspend()
             for request in requests:
-                request.wait(6)
+                request.wait(10)
                 assert request.error is not None
-                assert "made no step for 1.5 s" in request.error["message"]
+                assert f"{fault} for 1.5 s" in request.error["message"]
             assert time.monotonic() - stopped >= 1.5
         assert instance.wait_ended(4) == 1
         assert_gone(processes, 1)

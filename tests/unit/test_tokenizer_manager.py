@@ -470,6 +470,21 @@ async def test_health_follows_the_schedulers_steps(manager: TokenizerManager, st
     assert "not been heard of" in manager.healthy()[1]
 
 
+async def test_rows_that_do_not_come_make_it_unhealthy(manager: TokenizerManager, stack: FakeStack) -> None:
+    """The scheduler has ended the request, and says that it is idle; the detokenizer is stuck."""
+    running = started(manager, request())
+    await stack.receive()
+    for time in range(4):
+        await seen(manager, stack, metrics(time=float(time), steps_total=9))
+        await asyncio.sleep(0.08)
+    healthy, reason = manager.healthy()
+    assert not healthy
+    assert "the detokenizer has delivered nothing" in reason
+    stack.send(row("r", "late", finish=LENGTH))
+    await running
+    assert manager.healthy()[0]
+
+
 async def test_a_paused_scheduler_is_healthy(manager: TokenizerManager, stack: FakeStack) -> None:
     for time in range(4):
         await seen(manager, stack, metrics(time=float(time), waiting=1, state="paused"))
