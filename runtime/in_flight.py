@@ -16,9 +16,11 @@ R = TypeVar("R", StrRow, EmbeddingRow)
 class InFlight(Generic[R]):
     """A request of so many choices, and what has come of it that its consumer has not taken."""
 
-    __slots__ = ("abandoned", "arrival", "choices", "error", "open", "rows", "token_times", "waiter")
+    __slots__ = ("abandoned", "arrival", "choices", "error", "open", "replica", "rows", "token_times", "waiter")
 
     def __init__(self, choices: int, arrival: float) -> None:
+        self.replica = 0
+        """Whose it is."""
         self.choices = choices
         self.open = set(range(choices))
         """Choices whose last row has not come."""

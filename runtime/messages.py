@@ -484,6 +484,8 @@ class HttpMetrics(Message, frozen=True, kw_only=True):
     e2e: Histogram
     queue: Histogram
     processes: tuple[ProcessInfo, ...] = ()
+    routed: dict[str, int] = {}
+    """Requests by the reason why they went to the replica that they went to."""
 
 
 # ---- what may travel where -----------------------------------------------------------------------------------------

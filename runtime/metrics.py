@@ -62,7 +62,7 @@ class FrontMetrics:
         """`rejected`: the request can never be served; `unavailable`: not now."""
         self._outcomes[outcome] += times
 
-    def snapshot(self, processes: tuple[ProcessInfo, ...] = ()) -> HttpMetrics:
+    def snapshot(self, processes: tuple[ProcessInfo, ...] = (), routed: dict[str, int] | None = None) -> HttpMetrics:
         return HttpMetrics(
             time=time.time(),
             outcomes=dict(self._outcomes),
@@ -71,6 +71,7 @@ class FrontMetrics:
             e2e=self.e2e.snapshot(),
             queue=self.queue.snapshot(),
             processes=processes,
+            routed=routed or {},
         )
 
 
@@ -105,6 +106,7 @@ COUNTERS = (
     Described("decode_tokens_total", "generation_tokens", "Tokens that were generated."),
     Described("evicted_tokens_total", "evicted_tokens", "Tokens of KV that the prefix cache gave up for room."),
     Described("retractions_total", "retractions", "Requests put back into the queue because the KV pool was full."),
+    Described("active_s", "pipeline_active_seconds", "Time with a step in some stage, where there are several ranks."),
     Described("bad_frames_total", "bad_frames", "Frames on the scheduler's sockets that held no message."),
 )
 HISTOGRAMS = (
@@ -141,6 +143,12 @@ class _Export(Collector):
         for outcome, count in self._front.outcomes.items():
             finished.add_metric([outcome], count)
         yield finished
+        routed = CounterMetricFamily(
+            PREFIX + "requests_routed", "Requests by why they went to their replica.", labels=["reason"]
+        )
+        for reason, count in self._front.routed.items():
+            routed.add_metric([reason], count)
+        yield routed
         for field, name, help in HISTOGRAMS:
             yield _histogram(name, help, getattr(self._front, field))
         processes = self._front.processes
@@ -171,3 +179,17 @@ def _process_metrics(processes: tuple[ProcessInfo, ...]) -> Iterator[Metric]:
         dropped.add_metric(values, process.dropped_messages)
     yield resident
     yield dropped
+    labels = [*labels[1:], "operation"]
+    calls = CounterMetricFamily(PREFIX + "collective_calls", "What a rank has said to others.", labels=labels)
+    size = CounterMetricFamily(PREFIX + "collective_bytes", "Bytes of the tensors of that.", labels=labels)
+    busy = CounterMetricFamily(PREFIX + "rank_busy_seconds", "Time of a rank in steps.", labels=labels[:-1])
+    for process in processes:
+        place = [str(process.tp_rank), str(process.pp_rank), str(process.dp_rank)]
+        if process.collectives:
+            busy.add_metric(place, process.busy_s)
+        for operation, count in process.collectives.items():
+            calls.add_metric([*place, operation], count["calls"])
+            size.add_metric([*place, operation], count["bytes"])
+    yield calls
+    yield size
+    yield busy

@@ -294,7 +294,8 @@ class TokenizerManager:
                         dropped_messages=dropped,
                     )
                 )
-        return self.metrics.snapshot(tuple(processes))
+        routed = {str(reason): count for reason, count in self.schedulers.routing.reasons.items()}
+        return self.metrics.snapshot(tuple(processes), routed)
 
     async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> tuple[tuple[int, ...], ...]:
         """The token ids of texts. Raises RequestError 400 for one that could never fit the model."""

@@ -1,0 +1,108 @@
+"""The schedulers of an instance as its front sees them: what is sent to which, and what each has last said of itself.
+
+With one replica there is one. Who gets a request is routing.py's; requests are the TokenizerManager's.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from llmserve.runtime.messages import (
+    SchedulerInput,
+    SchedulerMetrics,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
+from llmserve.runtime.routing import Routing
+from llmserve.runtime.wire import Push
+
+
+class Schedulers:
+    """`open` connects; `send` never blocks. Numbers are dp_ranks."""
+
+    def __init__(self, addresses: Sequence[str], page_size: int, max_running: int) -> None:
+        self.routing = Routing(len(addresses), page_size, max_running)
+        self.metrics: dict[int, SchedulerMetrics] = {}
+        """The last ones of each replica that lives."""
+        self._addresses = addresses
+        self._pushes: list[Push] = []
+
+    def open(self) -> None:
+        self._pushes = [Push(address) for address in self._addresses]
+
+    def close(self) -> None:
+        for push in self._pushes:
+            push.close()
+
+    # ---- to them -----------------------------------------------------------------------------------------------------
+
+    def route(self, message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput) -> int:
+        """The replica that a new request should go to."""
+        return self.routing.choose(message.prompts)
+
+    def send(self, message: SchedulerInput, replica: int) -> bool:
+        """Whether something is left to be flushed."""
+        if not self.routing.replicas[replica].alive:
+            return False
+        self._pushes[replica].send(message)
+        return self._pushes[replica].backlog > 0
+
+    def flush(self) -> bool:
+        """Whether everything has gone."""
+        left = [n for n in self.routing.alive if not self._pushes[n].flush()]
+        return not left
+
+    @property
+    def congested(self) -> bool:
+        """Whether none keeps up."""
+        alive = self.routing.alive
+        return bool(alive and self._pushes) and all(self._pushes[n].congested for n in alive)
+
+    # ---- from them ---------------------------------------------------------------------------------------------------
+
+    def take(self, metrics: SchedulerMetrics) -> None:
+        number, routing = metrics.dp_rank, self.routing
+        if not (0 <= number < len(routing.replicas) and routing.replicas[number].alive):
+            return
+        before = self.metrics.get(number)
+        self.metrics[number] = metrics
+        routing.replicas[number].draining = metrics.state == "draining"
+        routing.max_pages = metrics.pages_total or routing.max_pages
+        emptied = metrics.kv_tokens_cached == 0 and metrics.running == 0
+        if emptied or (before is not None and before.weight_version != metrics.weight_version):
+            routing.forget(number)
+
+    def lose(self, number: int) -> None:
+        """A replica has died. What it was sent is lost."""
+        self.routing.replicas[number].alive = False
+        self.metrics.pop(number, None)
+
+    @property
+    def total(self) -> SchedulerMetrics | None:
+        """All replicas' metrics as one; None while one that lives has said nothing yet."""
+        found = [self.metrics[number] for number in self.routing.alive if number in self.metrics]
+        if not found or len(found) < len(self.routing.alive):
+            return None
+        return found[0] if len(found) == 1 else total_of(found)
+
+
+SUMS = tuple(
+    name
+    for name, kind in SchedulerMetrics.__annotations__.items()
+    if kind in (int, "int") and name not in ("dp_rank", "weight_version")
+)
+
+
+def total_of(replicas: Sequence[SchedulerMetrics]) -> SchedulerMetrics:
+    """Counts added up; of the rest what concerns the slowest, and the state that all have or else the busiest one."""
+    states = {metrics.state for metrics in replicas}
+    return msgspec.structs.replace(
+        replicas[0],
+        **{name: sum(getattr(metrics, name) for metrics in replicas) for name in SUMS},
+        time=min(metrics.time for metrics in replicas),
+        state=states.pop() if len(states) == 1 else "ready",
+        weight_version=min(metrics.weight_version for metrics in replicas),
+        step_s=max(metrics.step_s for metrics in replicas),
+        processes=tuple(process for metrics in replicas for process in metrics.processes),
+        requests=tuple(request for metrics in replicas for request in metrics.requests),
+    )
