@@ -13,7 +13,7 @@ Ask = Callable[[list[dict[str, str]]], answer.Answer]
 """Sends the messages of a conversation and gives the answer to them."""
 HELP = """\
 /system TEXT  set the system prompt and begin anew    /clear  begin anew
-/quit         leave (or Ctrl-D)                       Ctrl-C  end the answer, not the chat"""
+/quit         leave (or Ctrl-D)                       Ctrl-C  end the answer"""
 
 
 def chat(
