@@ -154,10 +154,9 @@ def _fill(source: Source, step: _Step, finite: bool) -> None:
     tensor = source.read(step.name, step.dtype)
     if finite and not torch.isfinite(tensor).all():
         raise ConfigError(f"tensor {step.name!r} has values that are not finite")
-    if step.slots:
-        rows = [slot.shape[0] for slot in step.slots]
-        for slot, part in zip(step.slots, torch.split(tensor, rows), strict=True):
-            slot.load(part)
+    parts = torch.split(tensor, [slot.shape[0] for slot in step.slots]) if len(step.slots) > 1 else (tensor,)
+    for slot, part in zip(step.slots, parts, strict=False):
+        slot.load(part)
 
 
 def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
@@ -177,7 +176,9 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
             differences.append(f"{name}: the model has no such tensor")
             continue
         targets = [slots[known] for known in names]
-        expected = (sum(slot.shape[0] for slot in targets), *targets[0].shape[1:])
+        expected = targets[0].shape
+        if len(targets) > 1:
+            expected = (sum(slot.shape[0] for slot in targets), *expected[1:])
         if info.shape != expected:
             differences.append(f"{name}: shape {list(info.shape)}, the model has {list(expected)}")
         elif info.nbytes == 0:

@@ -5,6 +5,7 @@ attention, masks of their own, alibi) is refused while loading, never served wro
 """
 
 import inspect
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -256,7 +257,10 @@ def _paged_attention(
 def _window(module: Any) -> int | None:
     """The sliding window of a layer whose module does not name it, because its mask would have said so."""
     types = getattr(module.config, "layer_types", None)
-    slides = types is None or types[module.layer_idx] == "sliding_attention"
+    if types is None:
+        slides = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    else:
+        slides = types[module.layer_idx] == "sliding_attention"
     window: int | None = getattr(module.config, "sliding_window", None)
     return window if slides else None
 

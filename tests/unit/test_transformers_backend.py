@@ -65,6 +65,7 @@ def make(directory: Path, model_type: str, seed: int = 0, **overrides: Any) -> P
             },
         ),
         ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}),
+        ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),  # has scalars
         ("glm4", {"head_dim": 16}),  # gate and up in one tensor under the name that phi3 gives it
     ],
 )
