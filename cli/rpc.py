@@ -3,12 +3,14 @@
 The commands use it and nothing else of the RPC. Importing it loads zmq, so commands import it when they run.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from llmserve.cli import format
 from llmserve.cli.common import find_instance
 from llmserve.runtime.client import RpcClient, rpc_address
+from llmserve.runtime.fanout import call_each
 from llmserve.runtime.messages import ControlRequest, RpcProgress
 
 if TYPE_CHECKING:
@@ -37,8 +39,12 @@ class Remote:
     def each(
         self, request: ControlRequest[AnswerT], on_progress: OnProgress | None = None, timeout_s: float | None = None
     ) -> list[AnswerT]:
-        """Asks every replica the same and gives their answers. Raises RpcCallError."""
-        return [client.call(request, on_progress, timeout_s) for client in self._clients]
+        """Asks every replica the same, all at once, and gives their answers. Raises RpcCallError."""
+        if len(self._clients) == 1:
+            return [self._clients[0].call(request, on_progress, timeout_s)]
+        timeout_s = self._clients[0].timeout_s if timeout_s is None else timeout_s
+        addresses = [client.address for client in self._clients]
+        return asyncio.run(call_each(self.record.directory, addresses, request, timeout_s, on_progress))
 
     def close(self) -> None:
         for client in self._clients:

@@ -277,6 +277,8 @@ class UpdateWeightReqInput(ControlRequest["UpdateWeightReqOutput"], frozen=True,
     load_format: Literal["auto", "safetensors", "gguf"] = "auto"
     mode: PauseMode = "retract"
     dry_run: bool = False
+    decision: str = ""
+    """With several replicas: the name of the file that says whether all of them go on (runtime/decision.py)."""
 
 
 class UpdateWeightReqOutput(Message, frozen=True, kw_only=True):

@@ -23,8 +23,8 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llmserve.runtime.child import CONFIG_EXIT_CODE
-from llmserve.runtime.client import AsyncRpcClient
 from llmserve.runtime.config import ConfigError, Secrets, ServerArgs
+from llmserve.runtime.fanout import Replicas
 from llmserve.runtime.instance import list_instances
 from llmserve.runtime.launch import LaunchError, LaunchObserver, Stack, in_thread
 from llmserve.runtime.logs import bound_log, keep_log, stderr_to_file
@@ -115,17 +115,16 @@ async def serve_stack(stack: Stack, secrets: Secrets, asked: "asyncio.Future[int
         starting.cancel()
         return 128 + asked.result()
     await starting
-    with contextlib.closing(AsyncRpcClient(stack.instance.record)) as rpc:
-        http.app = (await app_module).build_app(
-            tokenizer_manager=stack.tokenizer_manager,
-            args=stack.args,
-            secrets=secrets,
-            checkpoint=stack.checkpoint,
-            rpc=rpc,
-        )
-        stack.announce_ready()
-        stack.observer.ready(address_of(stack.args), stack.instance.record.served_model_names[0], stack.facts)
-        return await until_asked(stack, asked, http)
+    http.app = (await app_module).build_app(
+        tokenizer_manager=stack.tokenizer_manager,
+        args=stack.args,
+        secrets=secrets,
+        checkpoint=stack.checkpoint,
+        rpc=Replicas(stack.instance.directory, lambda: stack.instance.record.rpc_addresses),
+    )
+    stack.announce_ready()
+    stack.observer.ready(address_of(stack.args), stack.instance.record.served_model_names[0], stack.facts)
+    return await until_asked(stack, asked, http)
 
 
 async def until_asked(stack: Stack, asked: "asyncio.Future[int]", http: "HttpServer") -> int:

@@ -27,7 +27,7 @@ class Watchers:
     def __init__(self, directory: Path, now: Callable[[], float] = time.monotonic):
         self.dropped = 0
         """Messages that a watcher was too slow for."""
-        self._directory = directory
+        self.directory = directory
         self._now = now
         self._leases: dict[str, tuple[Push, float]] = {}
         """By endpoint: the socket, and when the lease ends."""
@@ -38,7 +38,7 @@ class Watchers:
     def subscribe(self, request: SubscribeMetricsReqInput) -> float:
         """Grants or renews a lease and returns its seconds. Raises ValueError."""
         endpoint = request.endpoint
-        path = self._directory / endpoint
+        path = self.directory / endpoint
         if not ENDPOINT.fullmatch(endpoint):
             raise ValueError(f"{endpoint!r} is not the bare name, watch-…, of a socket in the instance's directory")
         if not request.lease_s > 0:
@@ -69,6 +69,6 @@ class Watchers:
         """Of those whose time is over, and of those who have left: what these miss is not dropped."""
         now = self._now()
         for endpoint, (push, end) in list(self._leases.items()):
-            if now >= end or not (self._directory / endpoint).is_socket():
+            if now >= end or not (self.directory / endpoint).is_socket():
                 push.close()
                 del self._leases[endpoint]

@@ -52,7 +52,7 @@ class Control:
         watchers: Watchers,
         forward: Callable[[SubscribeMetricsReqInput], None],
     ):
-        self._updates = WeightUpdates(scheduler, model_path)
+        self._updates = WeightUpdates(scheduler, model_path, watchers.directory)
         self._scheduler = scheduler
         self._watchers = watchers
         self._forward = forward

@@ -61,7 +61,8 @@ class Pending:
         self.work = work
         self.deadline = deadline
         self.told = -math.inf
-        """When progress was last sent."""
+        self.stage = ""
+        """When progress was last sent, and of which stage."""
 
 
 class RpcServer:
@@ -175,8 +176,8 @@ class RpcServer:
             if now >= call.deadline:
                 call.work.close()
                 raise Refusal("timeout", _text(progress))
-            if now - call.told >= PROGRESS_INTERVAL_S:
-                call.told = now
+            if now - call.told >= PROGRESS_INTERVAL_S or progress.stage != call.stage:
+                call.told, call.stage = now, progress.stage
                 if not call.tell(progress):
                     call.work.close()
                     log.info("caller left verb=%s", call.verb)

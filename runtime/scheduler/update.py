@@ -5,10 +5,13 @@ exchanges weights is engine/swap.py's.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Generator
+from pathlib import Path
 
 from llmserve.runtime.config import ConfigError
+from llmserve.runtime.decision import NAME, decide, decided
 from llmserve.runtime.engine.batch import WeightSwap
 from llmserve.runtime.messages import RpcProgress, UpdateWeightReqInput, UpdateWeightReqOutput
 from llmserve.runtime.models import hub
@@ -63,9 +66,11 @@ class Staging:
 class WeightUpdates:
     """Updates of one scheduler's weights, one at a time."""
 
-    def __init__(self, scheduler: Scheduler, model_path: str):
+    def __init__(self, scheduler: Scheduler, model_path: str, directory: Path):
         self.model_path = model_path
         """Of the weights that serve."""
+        self._directory = directory
+        """The instance's, where decisions lie."""
         self._scheduler = scheduler
         self._staging: Staging | None = None
 
@@ -73,6 +78,7 @@ class WeightUpdates:
         """Answers when the new weights serve. Closed or refused before, the old ones do."""
         scheduler = self._scheduler
         began, version = scheduler.now(), scheduler.weight_version
+        self._check_decision(request)
         if self._staging is not None and not self._staging.ended:
             raise Refusal("busy", "the update before this one was cancelled and is still ending")
         yield RpcProgress(stage="checking")
@@ -88,6 +94,8 @@ class WeightUpdates:
                 log.info("weights updated version=%d path=%s", scheduler.weight_version, checkpoint.path)
         except BaseException:
             staging.cancel()
+            if request.decision:
+                decide(self._directory, request.decision, "abort")
             raise
         return UpdateWeightReqOutput(
             old_version=version,
@@ -107,16 +115,50 @@ class WeightUpdates:
         try:
             while not scheduler.quiet:
                 yield RpcProgress(stage="pausing", done=len(scheduler.table.running), unit="running")
+            if request.decision:
+                yield from self._until_decided(request.decision)
             try:
                 scheduler.worker.swap.commit()
             except Exception as error:
                 log.exception("commit failed")
+                if request.decision:
+                    end_process()  # the others go on with the new weights: no replica may serve the old ones
                 raise Refusal("failed", f"the exchange failed ({error}); the old weights serve on") from None
             scheduler.weight_version += 1
             scheduler.flush()  # nothing runs, so no prefix that the old weights computed is left
         finally:
             scheduler.pause_mode = pause_before
         return scheduler.now() - began
+
+    def _check_decision(self, request: UpdateWeightReqInput) -> None:
+        replicas = self._scheduler.args.dp_size
+        if request.decision:
+            if not NAME.fullmatch(request.decision):
+                raise Refusal("invalid", f"{request.decision!r} is not the name of a decision")
+        elif replicas > 1 and not request.dry_run:
+            raise Refusal("invalid", f"this is one of {replicas} replicas, which are updated together or not at all")
+
+    def _until_decided(self, name: str) -> Generator[RpcProgress, None, None]:
+        """Returns when all replicas go on. Raises Refusal when one does not; a caller who leaves is one that does not.
+
+        A caller who leaves too late does not stop it any more.
+        """
+        word = decided(self._directory, name)
+        try:
+            while word is None:
+                yield RpcProgress(stage="prepared")
+                word = decided(self._directory, name)
+        except GeneratorExit:
+            if decide(self._directory, name, "abort") == "abort":
+                raise
+            return
+        if word == "abort":
+            raise Refusal("failed", "another replica does not take the new weights; the old ones serve on")
+
+
+def end_process() -> None:
+    log.critical("this replica ends, as it cannot follow the others")
+    os._exit(1)
 
 
 def _checked(staging: Staging, request: UpdateWeightReqInput) -> hub.Checkpoint:

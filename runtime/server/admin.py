@@ -9,7 +9,8 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from llmserve.runtime.client import AsyncRpcClient, RpcCallError
+from llmserve.runtime.client import RpcCallError
+from llmserve.runtime.fanout import Replicas
 from llmserve.runtime.messages import (
     AbortReqInput,
     ContinueGenerationReqInput,
@@ -72,13 +73,15 @@ class ContinueBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pass
 
 
-def add_routes(app: FastAPI, rpc: AsyncRpcClient) -> None:
+def add_routes(app: FastAPI, rpc: Replicas) -> None:
     async def call(request: ControlRequest[AnswerT], timeout_s: float = TIMEOUT_S) -> Response:
+        """The scheduler's answer; with several replicas {"replicas": [...]}."""
         try:
-            answer = await rpc.call(request, timeout_s=timeout_s)
+            answers = await rpc.each(request, timeout_s)
         except RpcCallError as error:
             raise RequestError(STATUSES[error.code], error.message, code=error.code) from None
-        return json_response(msgspec.structs.asdict(answer))
+        found = [msgspec.structs.asdict(answer) for answer in answers]
+        return json_response(found[0] if len(found) == 1 else {"replicas": found})
 
     @app.post("/flush_cache", openapi_extra=operation(FlushCacheBody))
     async def flush_cache(request: Request) -> Response:

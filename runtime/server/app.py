@@ -5,8 +5,8 @@ import importlib.metadata
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
-from llmserve.runtime.client import AsyncRpcClient
 from llmserve.runtime.config import Secrets, ServerArgs
+from llmserve.runtime.fanout import Replicas
 from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.server import (
     admin,
@@ -55,7 +55,7 @@ def build_app(
     args: ServerArgs,
     secrets: Secrets,
     checkpoint: Checkpoint,
-    rpc: AsyncRpcClient,
+    rpc: Replicas,
 ) -> FastAPI:
     """The routes over one TokenizerManager, and the operators' over the scheduler's RPC socket.
 

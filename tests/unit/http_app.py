@@ -30,7 +30,7 @@ def make_tokenizer(directory: Path) -> Tokenizer:
 
 
 class FakeRpc:
-    """An AsyncRpcClient that gives the test's answer, or raises it, after `delay_s`."""
+    """Replicas, or one, that gives the test's answer, or raises it, after `delay_s`."""
 
     def __init__(self) -> None:
         self.answer: Message | RpcCallError = RpcCallError("unavailable", "the instance is dead")
@@ -38,7 +38,7 @@ class FakeRpc:
         self.cancelled = False
         self.delay_s = 0.0
 
-    async def call(self, request: Message, timeout_s: float) -> Message:
+    async def each(self, request: Message, timeout_s: float) -> list[Message]:
         self.calls.append((request, timeout_s))
         try:
             await asyncio.sleep(self.delay_s)
@@ -47,7 +47,7 @@ class FakeRpc:
             raise
         if isinstance(self.answer, RpcCallError):
             raise self.answer
-        return self.answer
+        return [self.answer]
 
 
 class App:

@@ -1,0 +1,98 @@
+"""The same call to every replica of an instance, at the same time; an update of the weights reaches all or none.
+
+One replica's call is client.py's.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from llmserve.runtime import decision
+from llmserve.runtime.client import AsyncRpcClient, OnProgress
+from llmserve.runtime.messages import ControlRequest, RpcProgress, UpdateWeightReqInput
+
+AnswerT = TypeVar("AnswerT")
+
+
+async def call_each(
+    directory: Path,
+    addresses: Sequence[str],
+    request: ControlRequest[AnswerT],
+    timeout_s: float,
+    on_progress: OnProgress | None = None,
+) -> list[AnswerT]:
+    """The answers of the schedulers at `addresses`, in their order. Raises the first RpcCallError, when all have ended.
+
+    To cancel it is to leave all the calls.
+    """
+    if len(addresses) > 1 and isinstance(request, UpdateWeightReqInput) and not request.dry_run:
+        return await _update_all(directory, addresses, request, timeout_s, on_progress)
+    return await _gather([_call(address, request, timeout_s, on_progress) for address in addresses])
+
+
+async def _call(
+    address: str, request: ControlRequest[AnswerT], timeout_s: float, on_progress: OnProgress | None
+) -> AnswerT:
+    with contextlib.closing(AsyncRpcClient(address, timeout_s)) as client:
+        return await client.call(request, on_progress)
+
+
+async def _gather(calls: Sequence["asyncio._CoroutineLike[AnswerT]"]) -> list[AnswerT]:
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return list(results)  # type: ignore[arg-type]
+
+
+async def _update_all(
+    directory: Path,
+    addresses: Sequence[str],
+    request: UpdateWeightReqInput,
+    timeout_s: float,
+    on_progress: OnProgress | None,
+) -> list[AnswerT]:
+    """Each replica reads the new weights and stops; once all have, they are told to go on, or one has said no."""
+    name = decision.new_name()
+    request = msgspec.structs.replace(request, decision=name)
+    prepared: set[str] = set()
+
+    def listen(address: str) -> Callable[[RpcProgress], None]:
+        def take(progress: RpcProgress) -> None:
+            if progress.stage == "prepared":
+                prepared.add(address)
+                if len(prepared) == len(addresses):
+                    decision.decide(directory, name, "commit")
+            elif on_progress is not None:
+                on_progress(progress)
+
+        return take
+
+    async def call(address: str) -> AnswerT:
+        try:
+            return await _call(address, request, timeout_s, listen(address))  # type: ignore[arg-type]
+        except BaseException:
+            decision.decide(directory, name, "abort")
+            raise
+
+    try:
+        return await _gather([call(address) for address in addresses])
+    finally:
+        if len(prepared) < len(addresses):
+            decision.decide(directory, name, "abort")
+
+
+class Replicas:
+    """The replicas of an instance that live, for asyncio code. `addresses` gives their RPC sockets."""
+
+    def __init__(self, directory: Path, addresses: Callable[[], Sequence[str]]) -> None:
+        self._directory = directory
+        self._addresses = addresses
+
+    async def each(self, request: ControlRequest[AnswerT], timeout_s: float) -> list[AnswerT]:
+        """As call_each."""
+        return await call_each(self._directory, self._addresses(), request, timeout_s)
