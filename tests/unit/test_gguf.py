@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from checkpoints import make_tiny
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.engine.checkpoint import open_source
+from llmserve.runtime.engine.weights import preflight
 from llmserve.runtime.layers.rotary import cos_sin_table, inverse_frequencies
 from llmserve.runtime.models import convert
 from llmserve.runtime.models.gguf import GgufTensor, read_header
@@ -96,6 +98,26 @@ def test_model_equals_its_original(family: str, tmp_path: Path) -> None:
     assert_same_logits(tmp_path, file)
 
 
+def test_partial_rotation_of_a_file(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "phi3", partial_rotary_factor=0.75)
+    assert_same_logits(tmp_path, write_gguf(tmp_path, tmp_path / "tiny.gguf"))
+
+
+def test_metadata_besides_the_architecture(tmp_path: Path) -> None:
+    """A chat model may end with another token than a text; an unquantized file says which numbers it holds."""
+    make_tiny(tmp_path)
+    header = read_header(write_gguf(tmp_path, tmp_path / "tiny.gguf"))
+
+    def config(key: str, value: int) -> dict[str, Any]:
+        return to_hf_config(msgspec.structs.replace(header, metadata=header.metadata | {key: value}))
+
+    assert to_hf_config(header)["eos_token_id"] == [2]
+    assert config("tokenizer.ggml.eot_token_id", 7)["eos_token_id"] == [2, 7]
+    assert config("tokenizer.ggml.eom_token_id", 2)["eos_token_id"] == [2]
+    for file_type, dtype in ((0, "float32"), (1, "float16"), (3, "bfloat16"), (32, "bfloat16")):
+        assert config("general.file_type", file_type)["dtype"] == dtype
+
+
 @pytest.mark.parametrize("scaling", ["linear", "yarn"])
 def test_rope_scaling_of_a_file(scaling: str, tmp_path: Path) -> None:
     rope_scaling = {"rope_type": scaling, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -159,6 +181,11 @@ def test_tokenizer_of_a_file_equals_the_original(tmp_path: Path) -> None:
     assert checkpoint.name == "tiny.gguf"
     template = Path(checkpoint.tokenizer_dir) / "chat_template.jinja"
     assert template.read_text() == "{{ messages[0]['content'] }}"
+
+    # so the file may replace the original in a running model; its 1e-5 is the float32 nearest to that
+    safetensors = resolve(str(tmp_path))
+    assert safetensors.config.rms_norm_eps != checkpoint.config.rms_norm_eps
+    assert preflight(load(safetensors), safetensors, checkpoint) == []
 
 
 def test_a_file_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,10 @@ def test_the_tokenizer_digest_is_of_the_meaning(tmp_path: Path) -> None:
     tokenizer = json.loads(file.read_text())
     file.write_text(json.dumps(tokenizer, indent=4))
     assert tokenizer_digest(first) == tokenizer_digest(second)
+    tokenizer["model"]["merges"].reverse()
+    file.write_text(json.dumps(tokenizer))
+    assert tokenizer_digest(first) != tokenizer_digest(second)
+    tokenizer["model"]["merges"].reverse()
     tokenizer["added_tokens"][0]["content"] = "<pad>"
     file.write_text(json.dumps(tokenizer))
     assert tokenizer_digest(first) != tokenizer_digest(second)
