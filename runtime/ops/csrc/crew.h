@@ -1,11 +1,14 @@
-// The threads of a step. All walk through the same phases; a phase's tasks go to whoever comes first, and a phase ends when
-// its tasks are done, not when every thread has arrived: a thread that the system has put aside delays nobody.
+// The threads of a step. All walk through the same phases. Each begins with a range of a phase's tasks of its own, for
+// neighbouring tasks read neighbouring memory, which the hardware fetches ahead; who has none left takes the last of another's.
+// A phase ends when its tasks are done, not when every thread has arrived: a thread that the system has put aside delays nobody.
 #pragma once
 
 #include <immintrin.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -41,8 +44,8 @@ class Walk {
 
 class Crew {
   public:
-    explicit Crew(int threads) : size(threads) {
-        for (int worker = 1; worker < threads; ++worker) helpers_.emplace_back([this, worker] { help(worker); });
+    explicit Crew(int threads) : size(std::clamp(threads, 1, kMostThreads)) {
+        for (int worker = 1; worker < size; ++worker) helpers_.emplace_back([this, worker] { help(worker); });
     }
 
     ~Crew() {
@@ -54,15 +57,11 @@ class Crew {
 
     // Runs body(walk) on this thread and on at most `threads - 1` helpers; it may have `max_phases` phases.
     void run(int threads, int max_phases, const std::function<void(Walk&)>& body) {
+        threads_ = std::min(threads, size);
         if (static_cast<int>(marks_.size()) < max_phases) marks_ = std::vector<Mark>(max_phases);
-        for (int i = 0; i < max_phases; ++i) {
-            marks_[i].taken.store(0, std::memory_order_relaxed);
-            marks_[i].done.store(0, std::memory_order_relaxed);
-        }
+        for (int i = 0; i < max_phases; ++i) marks_[i].reset(threads_);
         body_ = &body;
-        const bool helped = threads > 1 && size > 1;
-        invited_ = threads;
-        if (helped) {
+        if (threads_ > 1) {
             open_ = true;
             ++generation_;
             generation_.notify_all();
@@ -79,9 +78,31 @@ class Crew {
   private:
     friend class Walk;
 
+    static constexpr int kMostThreads = 64;
+
+    // What is left of a phase. Each thread has a range of the tasks; the halves of its word count how many have been taken from
+    // the range's front and from its back.
     struct alignas(64) Mark {
-        std::atomic<int> taken{0};
         std::atomic<int> done{0};
+        std::atomic<uint64_t> taken[kMostThreads];
+
+        void reset(int threads) {
+            done.store(0, std::memory_order_relaxed);
+            for (int i = 0; i < threads; ++i) taken[i].store(0, std::memory_order_relaxed);
+        }
+
+        // A task of [start, start + length), the range of thread `owner`, or -1 if none is left.
+        int take(int owner, int start, int length, bool from_front) {
+            uint64_t seen = taken[owner].load(std::memory_order_relaxed);
+            while (true) {
+                const int front = static_cast<int>(seen >> 32), back = static_cast<int>(seen & 0xffffffff);
+                if (front + back >= length) return -1;
+                const uint64_t next = seen + (from_front ? uint64_t{1} << 32 : 1);
+                if (taken[owner].compare_exchange_weak(seen, next, std::memory_order_relaxed)) {
+                    return from_front ? start + front : start + length - 1 - back;
+                }
+            }
+        }
     };
 
     void help(int worker) {
@@ -92,7 +113,7 @@ class Crew {
             seen = generation_;
             if (closing_) return;
             ++inside_;  // run() lets nothing go while anyone is inside
-            if (open_ && worker < invited_) {
+            if (open_ && worker < threads_) {
                 Walk walk(*this, worker);
                 (*body_)(walk);
             }
@@ -107,7 +128,7 @@ class Crew {
     const std::function<void(Walk&)>* body_ = nullptr;
     std::atomic<uint32_t> generation_{0};
     std::atomic<int> inside_{0};
-    std::atomic<int> invited_{0};
+    std::atomic<int> threads_{1};
     std::atomic<bool> open_{false};
     std::atomic<bool> closing_{false};
 };
@@ -115,8 +136,14 @@ class Crew {
 template <class Task>
 void Walk::phase(int tasks, Task&& task) {
     Crew::Mark& mark = crew_.marks_[phase_++];
+    const int threads = crew_.threads_;
     int mine = 0;
-    for (int i; (i = mark.taken.fetch_add(1, std::memory_order_relaxed)) < tasks; ++mine) task(i);
+    for (int i = 0; i < threads; ++i) {  // the own range, then those of the others
+        const int owner = (worker + i) % threads;
+        const int start = static_cast<int>(static_cast<int64_t>(tasks) * owner / threads);
+        const int length = static_cast<int>(static_cast<int64_t>(tasks) * (owner + 1) / threads) - start;
+        for (int number; (number = mark.take(owner, start, length, i == 0)) >= 0; ++mine) task(number);
+    }
     if (mine) mark.done.fetch_add(mine, std::memory_order_release);
     int turns = 0;
     while (mark.done.load(std::memory_order_acquire) < tasks) wait_a_little(turns);

@@ -15,10 +15,8 @@ namespace llmserve {
 // ---- what the caller describes: plain data, mirrored in native.py --------------------------------------------------
 
 struct LinearDesc {
-    const void* packed;
+    const Weight* weight;
     const void* bias;  // in the model's type, or null
-    int64_t outputs;
-    int64_t inputs;
 };
 
 struct LayerDesc {
@@ -33,19 +31,14 @@ struct LayerDesc {
 };
 
 struct ModelDesc {
-    LinearDesc embedding;  // packed
-    const void* embedding_rows;  // the plain table, or null: rows are read from the packed one
+    const Weight* embedding;     // the head's weight too, or null
+    const void* embedding_rows;  // else the table [vocabulary, hidden]
     const float* final_norm;
     int64_t hidden, heads, kv_heads, head_dim, page_size;
     int64_t norm_heads;  // query_norm and key_norm are over a head, not over all heads together
     int64_t activation;
     float eps, scale, softcap, embedding_multiplier, residual_multiplier;
 };
-
-template <class T>
-Packed<T> packed(const LinearDesc& linear) {
-    return {static_cast<const T*>(linear.packed), linear.outputs, linear.inputs};
-}
 
 class AnyDecoder {
   public:
@@ -57,7 +50,7 @@ template <class T>
 class Decoder : public AnyDecoder {
   public:
     Decoder(const ModelDesc& model, std::vector<LayerDesc> layers) : model_(model), layers_(std::move(layers)) {
-        intermediate_ = layers_.empty() ? 0 : layers_[0].down.inputs;
+        intermediate_ = layers_.empty() ? 0 : layers_[0].down.weight->inputs;
         qkv_width_ = (model.heads + 2 * model.kv_heads) * model.head_dim;
     }
 
@@ -77,13 +70,15 @@ class Decoder : public AnyDecoder {
 
   private:
     void embed(Walk& walk, int tokens, const int64_t* input_ids) {
-        const Packed<T> table = packed<T>(model_.embedding);
         const T* rows = static_cast<const T*>(model_.embedding_rows);
         rows_phase(walk, tokens, [&](int64_t t) {
             float* to = stream(t);
-            for (int64_t i = 0; i < model_.hidden; ++i) {
-                to[i] = to_float(rows ? rows[input_ids[t] * model_.hidden + i] : table.at(input_ids[t], i)) * model_.embedding_multiplier;
+            if (model_.embedding) {
+                model_.embedding->template read_row<T>(input_ids[t], to);
+            } else {
+                for (int64_t i = 0; i < model_.hidden; ++i) to[i] = to_float(rows[input_ids[t] * model_.hidden + i]);
             }
+            for (int64_t i = 0; i < model_.hidden; ++i) to[i] *= model_.embedding_multiplier;
         });
     }
 
@@ -91,9 +86,7 @@ class Decoder : public AnyDecoder {
         const LayerDesc& layer = layers_[index];
         const Batch& batch = plan.batch;
         const int tokens = batch.tokens;
-        const Packed<T> qkv = packed<T>(layer.qkv), output = packed<T>(layer.output), gate_up = packed<T>(layer.gate_up),
-                        down = packed<T>(layer.down);
-        const Packed<T> next_qkv = index + 1 < layers_.size() ? packed<T>(layers_[index + 1].qkv) : Packed<T>{};
+        const Weight* next_qkv = index + 1 < layers_.size() ? layers_[index + 1].qkv.weight : nullptr;
         const Pages<T> pages{static_cast<T*>(layer.keys), static_cast<T*>(layer.values), static_cast<int>(model_.kv_heads),
                              static_cast<int>(model_.head_dim), static_cast<int>(model_.page_size)};
         const Attention<T> attention(pages, batch, {model_.scale, static_cast<int>(layer.window), model_.softcap},
@@ -101,16 +94,16 @@ class Decoder : public AnyDecoder {
 
         rows_phase(walk, tokens, [&](int64_t t) { enter(t, layer.attention_input_norm); });
         const T* qkv_bias = static_cast<const T*>(layer.qkv.bias);
-        multiply_rows<T>(walk, threads, normed_.data(), model_.hidden, tokens, qkv, &output,
+        multiply_rows<T>(walk, threads, normed_.data(), model_.hidden, tokens, *layer.qkv.weight, layer.output.weight,
                          [&](int row, int column, const __m512(&sums)[4]) {
                              write_outputs(qkv_.data() + row * qkv_width_, column, qkv_width_, sums, qkv_bias);
                          });
         rows_phase(walk, tokens, [&](int64_t t) { place(t, layer, batch, pages); });
         plan.attend(walk, attention, static_cast<int>(model_.head_dim), qkv_.data(), qkv_width_, attended_.data(), model_.heads * model_.head_dim, memory_);
-        project(walk, threads, attended_.data(), tokens, output, layer.output.bias, layer.attention_output_norm, &gate_up);
+        project(walk, threads, attended_.data(), tokens, layer.output, layer.attention_output_norm, layer.gate_up.weight);
         rows_phase(walk, tokens, [&](int64_t t) { enter(t, layer.mlp_input_norm); });
-        gate(walk, threads, tokens, gate_up, static_cast<const T*>(layer.gate_up.bias), &down);
-        project(walk, threads, gated_.data(), tokens, down, layer.down.bias, layer.mlp_output_norm, next_qkv.data ? &next_qkv : nullptr);
+        gate(walk, threads, tokens, layer.gate_up, layer.down.weight);
+        project(walk, threads, gated_.data(), tokens, layer.down, layer.mlp_output_norm, next_qkv);
     }
 
     // What the next product reads of token t: its stream, normed or not.
@@ -148,13 +141,12 @@ class Decoder : public AnyDecoder {
     }
 
     // stream += residual_multiplier * norm(x W^T + bias).
-    void project(Walk& walk, int threads, const T* x, int tokens, const Packed<T>& weight, const void* bias, const float* norm,
-                 const Packed<T>* following) {
+    void project(Walk& walk, int threads, const T* x, int tokens, const LinearDesc& linear, const float* norm, const Weight* following) {
         const float multiplier = norm ? 1.0f : model_.residual_multiplier;
-        multiply_rows<T>(walk, threads, x, weight.inputs, tokens, weight, following,
+        multiply_rows<T>(walk, threads, x, linear.weight->inputs, tokens, *linear.weight, following,
                          [&](int row, int column, const __m512(&sums)[4]) {
                              float* to = (norm ? delta_.data() : stream_.data()) + row * model_.hidden;
-                             accumulate(to, column, sums, static_cast<const T*>(bias), multiplier, norm == nullptr);
+                             accumulate(to, column, sums, static_cast<const T*>(linear.bias), multiplier, norm == nullptr);
                          });
         if (!norm) return;
         rows_phase(walk, tokens, [&](int64_t t) {
@@ -165,13 +157,15 @@ class Decoder : public AnyDecoder {
     }
 
     // gated = activation(gate) * up, where the first half of the outputs is the gate.
-    void gate(Walk& walk, int threads, int tokens, const Packed<T>& gate_up, const T* bias, const Packed<T>* following) {
+    void gate(Walk& walk, int threads, int tokens, const LinearDesc& gate_up, const Weight* following) {
+        const T* bias = static_cast<const T*>(gate_up.bias);
         const Activation activation = static_cast<Activation>(model_.activation);
         if (intermediate_ % kPanel == 0) {  // a task has a panel of the gate and the same one of up
-            multiply_gated<T>(walk, threads, normed_.data(), model_.hidden, tokens, gate_up, bias, activation, gated_.data(), following);
+            multiply_gated<T>(walk, threads, normed_.data(), model_.hidden, tokens, *gate_up.weight, bias, activation, gated_.data(),
+                              following);
             return;
         }
-        multiply_rows<T>(walk, threads, normed_.data(), model_.hidden, tokens, gate_up, following,
+        multiply_rows<T>(walk, threads, normed_.data(), model_.hidden, tokens, *gate_up.weight, following,
                          [&](int row, int column, const __m512(&sums)[4]) {
                              write_outputs(gate_up_.data() + row * 2 * intermediate_, column, 2 * intermediate_, sums, bias);
                          });

@@ -43,12 +43,18 @@ inline void with_rows(int rows, F&& f) {
     }
 }
 
-// Into how many blocks the rows of x are split: blocks of 96 rows, or fewer rows where there are few panels to share.
-inline int row_blocks(int rows, int panels, int threads) {
+// Into how many blocks the rows of x are split: blocks of `block_rows`, or fewer rows where there are few panels to share.
+inline int row_blocks(int rows, int panels, int threads, int block_rows) {
     const int enough = (4 * threads + panels - 1) / panels;
     const int most = std::max(1, rows / (2 * kTileRows));
-    return std::max((rows + kBlockRows - 1) / kBlockRows, std::min(enough, most));
+    return std::max((rows + block_rows - 1) / block_rows, std::min(enough, most));
 }
+
+// Memory that will probably be read soon; null: unknown.
+struct Ahead {
+    const char* data = nullptr;
+    int64_t bytes = 0;
+};
 
 // A weight [N, K] as [N / 64 rounded up][K / pack][64][pack], missing outputs zero. K must be a multiple of pack.
 template <class T>
@@ -86,18 +92,18 @@ void unpack_panel(const T* packed, T* weight, int64_t outputs, int64_t inputs, i
     }
 }
 
-// x [rows, K] times one panel; finish(row, sums) gets each row's 64 sums. Meanwhile `next`, if any, comes into the cache: the
-// panel that this thread will probably multiply next. One line is asked for at a time, evenly over the steps of all tiles: the
+// x [rows, K] times one panel; finish(row, sums) gets each row's 64 sums. Meanwhile `next` comes into the cache: the panel that
+// this thread will probably multiply next. One line is asked for at a time, evenly over the steps of all tiles: the
 // core drops prefetches that come in bursts. A single tile leaves no time between them, and the hardware's own prefetcher does
 // better there.
 template <class T, class Finish>
-void multiply_panel(const T* x, int64_t row_stride, int rows, const T* panel, int64_t inputs, const T* next, Finish&& finish) {
+void multiply_panel(const T* x, int64_t row_stride, int rows, const T* panel, int64_t inputs, const Ahead& next, Finish&& finish) {
     const int steps = static_cast<int>(inputs / pack<T>);
     const int tiles = (rows + kTileRows - 1) / kTileRows;
     constexpr int kLinesAStep = 4;
     const int interval = std::max(1, tiles / kLinesAStep);
-    const char* line = reinterpret_cast<const char*>(next);
-    const char* end = next && tiles > 1 ? line + static_cast<int64_t>(steps) * kLinesAStep * 64 : line;
+    const char* line = next.data;
+    const char* end = tiles > 1 ? line + next.bytes : line;
     for (int tile = 0, row = 0; tile < tiles; ++tile) {
         const int height = (rows - row + tiles - tile - 1) / (tiles - tile);
         with_rows(height, [&](auto constant) {

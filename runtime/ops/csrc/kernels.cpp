@@ -84,25 +84,43 @@ void llmserve_unpack(int dtype, const void* packed, void* weight, int64_t output
     });
 }
 
-// rows [n, inputs] = the rows of the weight that ids [n] name.
-void llmserve_gather_rows(int dtype, const void* packed, const int64_t* ids, void* rows, int64_t n, int64_t outputs, int64_t inputs) {
-    with_type(dtype, [&](auto number) {
-        using T = decltype(number);
-        const Packed<T> weight{static_cast<const T*>(packed), outputs, inputs};
-        for_rows(n, inputs, [&](int64_t r) {
-            for (int64_t i = 0; i < inputs; ++i) static_cast<T*>(rows)[r * inputs + i] = weight.at(ids[r], i);
+// rows [outputs, inputs / 32 * bytes of a block], as a GGUF file has them, to panels.
+void llmserve_pack_blocks(int64_t format, const uint8_t* rows, void* packed, int64_t outputs, int64_t inputs) {
+    with_tile(static_cast<Format>(format), [&](auto tile) {
+        using Tiles = decltype(tile);
+        const int64_t blocks = inputs / kGroup;
+        for_rows((outputs + kPanel - 1) / kPanel, kPanel * inputs, [&](int64_t panel) {
+            pack_blocks(rows + panel * kPanel * blocks * Tiles::block_bytes, static_cast<Tiles*>(packed) + panel * (kPanel / kLanes) * blocks,
+                        outputs - panel * kPanel, blocks);
         });
     });
 }
 
-// y [rows, outputs] = x W^T + bias; y is float32 if `wide`, else of the weight's type.
-void llmserve_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const void* packed, int64_t outputs, int64_t inputs,
-                     const void* bias, void* y, int wide, int threads) {
+// rows [n, inputs] = the rows of the weight that ids [n] name.
+void llmserve_gather_rows(int dtype, const Weight* weight, const int64_t* ids, void* rows, int64_t n) {
     with_type(dtype, [&](auto number) {
         using T = decltype(number);
-        const Packed<T> weight{static_cast<const T*>(packed), outputs, inputs};
+        for_rows(n, weight->inputs, [&](int64_t r) {
+            static thread_local Buffer<float> row;
+            row.reserve(weight->inputs);
+            weight->read_row<T>(ids[r], row.data());
+            T* to = static_cast<T*>(rows) + r * weight->inputs;
+            for (int64_t i = 0; i < weight->inputs; i += kLanes) {
+                const __mmask16 lanes = first_lanes(static_cast<int>(weight->inputs - i));
+                store(to + i, load(row.data() + i, lanes), lanes);
+            }
+        });
+    });
+}
+
+// y [rows, outputs] = x W^T + bias; y is float32 if `wide`, else of x's type.
+void llmserve_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const Weight* weight, const void* bias, void* y, int wide,
+                     int threads) {
+    with_type(dtype, [&](auto number) {
+        using T = decltype(number);
+        const int64_t outputs = weight->outputs;
         crew->run(threads, 1, [&](Walk& walk) {
-            multiply_rows<T>(walk, threads, static_cast<const T*>(x), x_stride, static_cast<int>(rows), weight, nullptr,
+            multiply_rows<T>(walk, threads, static_cast<const T*>(x), x_stride, static_cast<int>(rows), *weight, nullptr,
                              [&](int row, int column, const __m512(&sums)[4]) {
                                  const T* b = static_cast<const T*>(bias);
                                  if (wide) {

@@ -2,30 +2,46 @@
 #pragma once
 
 #include "crew.h"
-#include "gemm.h"
 #include "rows.h"
+#include "weight.h"
 
 namespace llmserve {
+
+// How the panels and the rows of a product are shared: a task is one panel (of each half, if gated) and a block of rows.
+template <class T>
+struct Shares {
+    const Weight& weight;
+    const Weight* following;
+    const int rows, threads, panels, blocks, tasks;
+
+    Shares(const Weight& weight, const Weight* following, int rows, int threads, int panels)
+        : weight(weight), following(following), rows(rows), threads(threads), panels(panels),
+          blocks(row_blocks(rows, panels, threads, block_rows(weight))), tasks(panels * blocks) {}
+
+    int panel(int task) const { return task % panels; }
+    int first_row(int task) const { return static_cast<int>(static_cast<int64_t>(rows) * (task / panels) / blocks); }
+    int height(int task) const { return first_row(task + panels) - first_row(task); }
+
+    // What the thread that has `task` will probably read after it.
+    Ahead next(int task) const {
+        const Weight* of = task + threads < tasks ? &weight : following;
+        if (!of) return {};
+        const int panel = task + threads < tasks ? (task + threads) % panels : task + threads - tasks;
+        return {of->panel<T>(panel), of->panel_bytes<T>()};
+    }
+};
 
 // The panels of a layer times the rows of x. finish(row, column, sums) gets 64 consecutive outputs of a row: sums[4] of 16.
 // `following` is the layer that comes next: its first panels are fetched while the last ones of this are multiplied.
 template <class T, class Finish>
-void multiply_rows(Walk& walk, int threads, const T* x, int64_t row_stride, int rows, const Packed<T>& weight,
-                   const Packed<T>* following, Finish&& finish) {
-    const int panels = static_cast<int>(weight.panels());
-    const int blocks = row_blocks(rows, panels, threads), tasks = panels * blocks;
-    walk.phase(tasks, [&](int task) {
-        const int block = task / panels, panel = task % panels;
-        const int first = static_cast<int>(static_cast<int64_t>(rows) * block / blocks);
-        const int last = static_cast<int>(static_cast<int64_t>(rows) * (block + 1) / blocks);
-        const T* next = nullptr;
-        if (task + threads < tasks) {
-            next = weight.panel((task + threads) % panels);
-        } else if (following) {
-            next = following->data + (task + threads - tasks) * following->panel_size();
-        }
-        multiply_panel<T>(x + first * row_stride, row_stride, last - first, weight.panel(panel), weight.inputs, next,
-                          [&](int row, const __m512(&sums)[4]) { finish(first + row, panel * kPanel, sums); });
+void multiply_rows(Walk& walk, int threads, const T* x, int64_t row_stride, int rows, const Weight& weight, const Weight* following,
+                   Finish&& finish) {
+    const Shares<T> shares(weight, following, rows, threads, static_cast<int>(weight.panels()));
+    const Product<T> product(x, row_stride, rows, weight);
+    walk.phase(shares.tasks, [&](int task) {
+        const int first = shares.first_row(task), panel = shares.panel(task);
+        product.multiply(first, shares.height(task), panel, shares.next(task),
+                         [&](int row, const __m512(&sums)[4]) { finish(first + row, panel * kPanel, sums); });
     });
 }
 
@@ -40,25 +56,21 @@ void write_outputs(Out* to, int column, int64_t width, const __m512 (&sums)[4], 
 
 // to = activation(gate) * up, where gate and up are the two halves of the layer's outputs and each fills whole panels.
 template <class T>
-void multiply_gated(Walk& walk, int threads, const T* x, int64_t row_stride, int rows, const Packed<T>& weight, const T* bias,
-                    Activation activation, T* to, const Packed<T>* following) {
-    const int half = static_cast<int>(weight.outputs / 2), panels = half / kPanel;
-    const int blocks = row_blocks(rows, panels, threads), tasks = panels * blocks;
-    walk.phase(tasks, [&](int task) {
-        alignas(64) float gates[kBlockRows * kPanel];
-        const int block = task / panels, panel = task % panels;
-        const int first = static_cast<int>(static_cast<int64_t>(rows) * block / blocks);
-        const int height = static_cast<int>(static_cast<int64_t>(rows) * (block + 1) / blocks) - first;
-        const T* up = weight.panel(panel + panels);
-        const T* next = nullptr;
-        if (task + threads < tasks) {
-            next = weight.panel((task + threads) % panels);
-        } else if (following) {
-            next = following->data + (task + threads - tasks) * following->panel_size();
-        }
-        multiply_panel<T>(x + first * row_stride, row_stride, height, weight.panel(panel), weight.inputs, up,
-                          [&](int row, const __m512(&sums)[4]) { write_outputs<float, T>(gates + row * kPanel, 0, kPanel, sums, nullptr); });
-        multiply_panel<T>(x + first * row_stride, row_stride, height, up, weight.inputs, next, [&](int row, const __m512(&sums)[4]) {
+void multiply_gated(Walk& walk, int threads, const T* x, int64_t row_stride, int rows, const Weight& weight, const T* bias,
+                    Activation activation, T* to, const Weight* following) {
+    const int half = static_cast<int>(weight.outputs / 2);
+    const Shares<T> shares(weight, following, rows, threads, half / kPanel);
+    const Product<T> product(x, row_stride, rows, weight);
+    walk.phase(shares.tasks, [&](int task) {
+        static thread_local Buffer<float> memory;
+        const int first = shares.first_row(task), height = shares.height(task), panel = shares.panel(task);
+        memory.reserve(height * kPanel);
+        float* gates = memory.data();
+        const Ahead up{weight.panel<T>(panel + shares.panels), weight.panel_bytes<T>()};
+        product.multiply(first, height, panel, up, [&](int row, const __m512(&sums)[4]) {
+            write_outputs<float, T>(gates + row * kPanel, 0, kPanel, sums, nullptr);
+        });
+        product.multiply(first, height, panel + shares.panels, shares.next(task), [&](int row, const __m512(&sums)[4]) {
             for (int c = 0; c < 4; ++c) {
                 const int column = panel * kPanel + c * kLanes;
                 __m512 gate = _mm512_load_ps(gates + row * kPanel + c * kLanes), value = sums[c];

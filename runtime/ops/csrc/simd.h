@@ -37,6 +37,15 @@ inline __m256i narrow(__m512 v) {
 #endif
 }
 
+// 16 numbers, then 16 more.
+inline __m512i narrow(__m512 first, __m512 second) {
+#ifdef __AVX512BF16__
+    return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+#else
+    return _mm512_inserti64x4(_mm512_castsi256_si512(narrow(first)), narrow(second), 1);
+#endif
+}
+
 inline void store(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
 inline void store(bf16* p, __m512 v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
 
