@@ -3,6 +3,8 @@
 It takes what Decoder built and loaded, in any of its configurations, where one rank on a CPU holds all of it.
 """
 
+import ctypes
+
 from torch import Tensor
 
 from llmserve.runtime.attention.base import AttentionBackend
@@ -28,7 +30,7 @@ def runs_natively(decoder: Decoder) -> bool:
 
 
 class NativeDecoder:
-    """Stands in for a Decoder. The kernels read the Decoder's own weights, whose addresses never change."""
+    """Stands in for a Decoder. The kernels find its weights through descriptors whose addresses never change."""
 
     def __init__(self, decoder: Decoder, attention: NativeAttention) -> None:
         kernels = native.library()
@@ -78,7 +80,7 @@ def _model(decoder: Decoder, attention: NativeAttention) -> native.Model:
     assert decoder.norm is not None
     table = decoder.embedding.weight.value
     return native.Model(
-        embedding=_packed(table) if isinstance(table, PackedWeight) else native.Linear(),
+        embedding=ctypes.addressof(table.descriptor) if isinstance(table, PackedWeight) else None,
         embedding_rows=None if isinstance(table, PackedWeight) else table.data_ptr(),
         final_norm=_address(decoder.norm),
         hidden=config.hidden_size,
@@ -122,10 +124,7 @@ def _address(norm: RMSNorm | None) -> int | None:
 
 
 def _linear(layer: ColumnParallelLinear | RowParallelLinear) -> native.Linear:
-    return _packed(layer.weight.value, layer.bias.value.data_ptr() if layer.bias else None)
-
-
-def _packed(weight: PackedWeight, bias: int | None = None) -> native.Linear:
     return native.Linear(
-        packed=weight.data.data_ptr(), bias=bias, outputs=weight.out_features, inputs=weight.in_features
+        weight=ctypes.addressof(layer.weight.value.descriptor),
+        bias=layer.bias.value.data_ptr() if layer.bias else None,
     )

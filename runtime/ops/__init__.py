@@ -61,14 +61,14 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
     if not isinstance(weight, PackedWeight):
         return reference.linear(x, weight, bias)
     if weight.panels and x.dtype == weight.dtype:
-        return native.linear(x.contiguous(), weight.data, weight.out_features, bias)
+        return native.linear(x.contiguous(), weight.descriptor, bias)
     return reference.linear(x, weight.unpack(), bias)
 
 
 def logits(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     """As `linear` of an output head: float32 [..., N], from the sums themselves where the kernel can give them."""
     if isinstance(weight, PackedWeight) and weight.panels and x.dtype == weight.dtype:
-        return native.linear(x.contiguous(), weight.data, weight.out_features, None, wide=True)
+        return native.linear(x.contiguous(), weight.descriptor, None, wide=True)
     return linear(x, weight).float()
 
 

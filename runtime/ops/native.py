@@ -27,10 +27,16 @@ CACHE_LINE = 64
 ARENA_CHUNK = 32 << 20
 
 
-class Linear(ctypes.Structure):
-    """LinearDesc: a packed weight and its bias, which may be None."""
+class Weight(ctypes.Structure):
+    """A packed weight [outputs, inputs]. format: 0 for panels of the kernels' own dtype, or a BlockFormat's number."""
 
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64))
+    _fields_ = (("data", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("format", c_int64))
+
+
+class Linear(ctypes.Structure):
+    """LinearDesc: the address of a Weight, and a bias, which may be None."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
 class Layer(ctypes.Structure):
@@ -59,7 +65,7 @@ class Model(ctypes.Structure):
     """ModelDesc."""
 
     _fields_ = (
-        ("embedding", Linear),
+        ("embedding", c_void_p),
         ("embedding_rows", c_void_p),
         ("final_norm", c_void_p),
         ("hidden", c_int64),
@@ -129,11 +135,9 @@ _SIGNATURES = {
     "huge_pages": (None, [c_void_p, c_int64]),
     "pack": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64]),
     "unpack": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64]),
-    "gather_rows": (None, [c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
-    "linear": (
-        None,
-        [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int, c_int],
-    ),
+    "pack_blocks": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64]),
+    "gather_rows": (None, [c_int, POINTER(Weight), c_void_p, c_void_p, c_int64]),
+    "linear": (None, [c_int, c_void_p, c_int64, c_int64, POINTER(Weight), c_void_p, c_void_p, c_int, c_int]),
     "rms_norm": (None, [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float]),
     "activate_and_multiply": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int]),
     "rotary": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
@@ -224,27 +228,28 @@ def unpack(packed: Tensor, outputs: int) -> Tensor:
     return weight
 
 
-def gather_rows(packed: Tensor, ids: Tensor, outputs: int) -> Tensor:
-    """The rows of the packed weight [outputs, K] that int64 ids [n] name, [n, K]."""
-    rows = packed.new_empty((ids.shape[0], packed.shape[1]))
-    _kernels().llmserve_gather_rows(
-        DTYPES[rows.dtype], packed.data_ptr(), ids.data_ptr(), rows.data_ptr(), len(ids), outputs, packed.shape[1]
-    )
+def pack_blocks(blocks: Tensor, packed: Tensor, weight: Weight) -> None:
+    """Lays the blocks of a weight, uint8 [N, bytes of a row] as GGUF has them, out in panels; packed is uint8."""
+    _kernels().llmserve_pack_blocks(weight.format, blocks.data_ptr(), packed.data_ptr(), weight.outputs, weight.inputs)
+
+
+def gather_rows(weight: Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows [n, K] of a packed weight that int64 ids [n] name."""
+    rows = torch.empty((ids.shape[0], weight.inputs), dtype=dtype)
+    _kernels().llmserve_gather_rows(DTYPES[dtype], weight, ids.data_ptr(), rows.data_ptr(), len(ids))
     return rows
 
 
-def linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, wide: bool = False) -> Tensor:
-    """x [..., K] times the packed weight [outputs, K] transposed, plus bias; `wide`: in float32, without rounding."""
-    y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32 if wide else x.dtype)
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, wide: bool = False) -> Tensor:
+    """x [..., K] times the packed weight [N, K] transposed, plus bias; `wide`: in float32, without rounding."""
+    y = torch.empty((*x.shape[:-1], weight.outputs), dtype=torch.float32 if wide else x.dtype)
     rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
     _kernels().llmserve_linear(
         DTYPES[x.dtype],
         x.data_ptr(),
         inputs,
         rows,
-        packed.data_ptr(),
-        outputs,
-        inputs,
+        weight,
         bias.data_ptr() if bias is not None else None,
         y.data_ptr(),
         wide,

@@ -25,6 +25,7 @@ class PackedWeight:
             self.data = _arena.empty((rows, self.in_features), weight.dtype)
         else:
             self.data = torch.empty((rows, self.in_features), dtype=weight.dtype, device=weight.device)
+        self.descriptor = native.Weight(self.data.data_ptr(), self.out_features, self.in_features, 0)
         self.copy_(weight)
 
     @property
@@ -44,4 +45,4 @@ class PackedWeight:
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows that ids [n] name, [n, K]: an embedding whose table is also the head's weight."""
-        return native.gather_rows(self.data, ids, self.out_features) if self.panels else self.data[ids]
+        return native.gather_rows(self.descriptor, ids, self.dtype) if self.panels else self.data[ids]

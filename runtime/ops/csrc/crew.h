@@ -29,15 +29,22 @@ class Crew;
 // One thread's walk through a job.
 class Walk {
   public:
-    Walk(Crew& crew, int worker) : worker(worker), crew_(crew) {}
+    Walk(Crew& crew, int worker, int threads) : worker(worker), threads(threads), crew_(crew) {}
 
     // Runs task(i) for i in [0, tasks), shared with the other threads; returns when all are done.
     template <class Task>
     void phase(int tasks, Task&& task);
 
+    // Where this thread's own range of a phase's tasks begins and ends.
+    int begin(int tasks) const { return begin(tasks, worker); }
+    int end(int tasks) const { return begin(tasks, worker + 1); }
+
     const int worker;
+    const int threads;
 
   private:
+    int begin(int tasks, int owner) const { return static_cast<int>(static_cast<int64_t>(tasks) * owner / threads); }
+
     Crew& crew_;
     int phase_ = 0;
 };
@@ -66,7 +73,7 @@ class Crew {
             ++generation_;
             generation_.notify_all();
         }
-        Walk walk(*this, 0);
+        Walk walk(*this, 0, threads_);
         body(walk);
         open_ = false;
         int turns = 0;
@@ -114,7 +121,7 @@ class Crew {
             if (closing_) return;
             ++inside_;  // run() lets nothing go while anyone is inside
             if (open_ && worker < threads_) {
-                Walk walk(*this, worker);
+                Walk walk(*this, worker, threads_);
                 (*body_)(walk);
             }
             --inside_;
@@ -136,12 +143,10 @@ class Crew {
 template <class Task>
 void Walk::phase(int tasks, Task&& task) {
     Crew::Mark& mark = crew_.marks_[phase_++];
-    const int threads = crew_.threads_;
     int mine = 0;
     for (int i = 0; i < threads; ++i) {  // the own range, then those of the others
         const int owner = (worker + i) % threads;
-        const int start = static_cast<int>(static_cast<int64_t>(tasks) * owner / threads);
-        const int length = static_cast<int>(static_cast<int64_t>(tasks) * (owner + 1) / threads) - start;
+        const int start = begin(tasks, owner), length = begin(tasks, owner + 1) - start;
         for (int number; (number = mark.take(owner, start, length, i == 0)) >= 0; ++mine) task(number);
     }
     if (mine) mark.done.fetch_add(mine, std::memory_order_release);

@@ -61,7 +61,7 @@ class Decoder : public AnyDecoder {
         const int phases = 2 + 11 * static_cast<int>(layers_.size());
         crew.run(threads, phases, [&](Walk& walk) {
             embed(walk, plan.batch.tokens, input_ids);
-            for (size_t i = 0; i < layers_.size(); ++i) layer(walk, threads, plan, i);
+            for (size_t i = 0; i < layers_.size(); ++i) layer(walk, plan, i);
             rows_phase(walk, plan.batch.tokens, [&](int64_t t) {
                 rms_norm(stream(t), static_cast<T*>(hidden) + t * model_.hidden, model_.final_norm, model_.hidden, model_.eps);
             });
@@ -82,11 +82,11 @@ class Decoder : public AnyDecoder {
         });
     }
 
-    void layer(Walk& walk, int threads, const Plan& plan, size_t index) {
+    void layer(Walk& walk, const Plan& plan, size_t index) {
         const LayerDesc& layer = layers_[index];
         const Batch& batch = plan.batch;
         const int tokens = batch.tokens;
-        const Weight* next_qkv = index + 1 < layers_.size() ? layers_[index + 1].qkv.weight : nullptr;
+        const Following next_layer = index + 1 < layers_.size() ? all_of(layers_[index + 1].qkv) : Following{};
         const Pages<T> pages{static_cast<T*>(layer.keys), static_cast<T*>(layer.values), static_cast<int>(model_.kv_heads),
                              static_cast<int>(model_.head_dim), static_cast<int>(model_.page_size)};
         const Attention<T> attention(pages, batch, {model_.scale, static_cast<int>(layer.window), model_.softcap},
@@ -94,17 +94,23 @@ class Decoder : public AnyDecoder {
 
         rows_phase(walk, tokens, [&](int64_t t) { enter(t, layer.attention_input_norm); });
         const T* qkv_bias = static_cast<const T*>(layer.qkv.bias);
-        multiply_rows<T>(walk, threads, normed_.data(), model_.hidden, tokens, *layer.qkv.weight, layer.output.weight,
+        multiply_rows<T>(walk, normed_.data(), model_.hidden, tokens, *layer.qkv.weight, all_of(layer.output),
                          [&](int row, int column, const __m512(&sums)[4]) {
                              write_outputs(qkv_.data() + row * qkv_width_, column, qkv_width_, sums, qkv_bias);
                          });
         rows_phase(walk, tokens, [&](int64_t t) { place(t, layer, batch, pages); });
         plan.attend(walk, attention, static_cast<int>(model_.head_dim), qkv_.data(), qkv_width_, attended_.data(), model_.heads * model_.head_dim, memory_);
-        project(walk, threads, attended_.data(), tokens, layer.output, layer.attention_output_norm, layer.gate_up.weight);
+        project(walk, attended_.data(), tokens, layer.output, layer.attention_output_norm,
+                {layer.gate_up.weight, gated_panels()});
         rows_phase(walk, tokens, [&](int64_t t) { enter(t, layer.mlp_input_norm); });
-        gate(walk, threads, tokens, layer.gate_up, layer.down.weight);
-        project(walk, threads, gated_.data(), tokens, layer.down, layer.mlp_output_norm, next_qkv);
+        gate(walk, tokens, layer.gate_up, all_of(layer.down));
+        project(walk, gated_.data(), tokens, layer.down, layer.mlp_output_norm, next_layer);
     }
+
+    static Following all_of(const LinearDesc& linear) { return {linear.weight, static_cast<int>(linear.weight->panels())}; }
+
+    // Tasks of gate_up: pairs of panels where these hold whole ones, as the gate and up halves then do.
+    int gated_panels() const { return static_cast<int>(intermediate_ % kPanel ? (2 * intermediate_ + kPanel - 1) / kPanel : intermediate_ / kPanel); }
 
     // What the next product reads of token t: its stream, normed or not.
     void enter(int64_t t, const float* norm) {
@@ -141,9 +147,9 @@ class Decoder : public AnyDecoder {
     }
 
     // stream += residual_multiplier * norm(x W^T + bias).
-    void project(Walk& walk, int threads, const T* x, int tokens, const LinearDesc& linear, const float* norm, const Weight* following) {
+    void project(Walk& walk, const T* x, int tokens, const LinearDesc& linear, const float* norm, const Following& following) {
         const float multiplier = norm ? 1.0f : model_.residual_multiplier;
-        multiply_rows<T>(walk, threads, x, linear.weight->inputs, tokens, *linear.weight, following,
+        multiply_rows<T>(walk, x, linear.weight->inputs, tokens, *linear.weight, following,
                          [&](int row, int column, const __m512(&sums)[4]) {
                              float* to = (norm ? delta_.data() : stream_.data()) + row * model_.hidden;
                              accumulate(to, column, sums, static_cast<const T*>(linear.bias), multiplier, norm == nullptr);
@@ -157,15 +163,15 @@ class Decoder : public AnyDecoder {
     }
 
     // gated = activation(gate) * up, where the first half of the outputs is the gate.
-    void gate(Walk& walk, int threads, int tokens, const LinearDesc& gate_up, const Weight* following) {
+    void gate(Walk& walk, int tokens, const LinearDesc& gate_up, const Following& following) {
         const T* bias = static_cast<const T*>(gate_up.bias);
         const Activation activation = static_cast<Activation>(model_.activation);
         if (intermediate_ % kPanel == 0) {  // a task has a panel of the gate and the same one of up
-            multiply_gated<T>(walk, threads, normed_.data(), model_.hidden, tokens, *gate_up.weight, bias, activation, gated_.data(),
+            multiply_gated<T>(walk, normed_.data(), model_.hidden, tokens, *gate_up.weight, bias, activation, gated_.data(),
                               following);
             return;
         }
-        multiply_rows<T>(walk, threads, normed_.data(), model_.hidden, tokens, *gate_up.weight, following,
+        multiply_rows<T>(walk, normed_.data(), model_.hidden, tokens, *gate_up.weight, following,
                          [&](int row, int column, const __m512(&sums)[4]) {
                              write_outputs(gate_up_.data() + row * 2 * intermediate_, column, 2 * intermediate_, sums, bias);
                          });

@@ -120,7 +120,7 @@ void llmserve_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, c
         using T = decltype(number);
         const int64_t outputs = weight->outputs;
         crew->run(threads, 1, [&](Walk& walk) {
-            multiply_rows<T>(walk, threads, static_cast<const T*>(x), x_stride, static_cast<int>(rows), *weight, nullptr,
+            multiply_rows<T>(walk, static_cast<const T*>(x), x_stride, static_cast<int>(rows), *weight, {},
                              [&](int row, int column, const __m512(&sums)[4]) {
                                  const T* b = static_cast<const T*>(bias);
                                  if (wide) {

@@ -7,36 +7,47 @@
 
 namespace llmserve {
 
+// The layer that comes next, and how many of its panels will be shared among the threads.
+struct Following {
+    const Weight* weight = nullptr;
+    int panels = 0;
+};
+
 // How the panels and the rows of a product are shared: a task is one panel (of each half, if gated) and a block of rows.
 template <class T>
-struct Shares {
-    const Weight& weight;
-    const Weight* following;
-    const int rows, threads, panels, blocks, tasks;
+class Shares {
+  public:
+    const int panels, blocks, tasks;
 
-    Shares(const Weight& weight, const Weight* following, int rows, int threads, int panels)
-        : weight(weight), following(following), rows(rows), threads(threads), panels(panels),
-          blocks(row_blocks(rows, panels, threads, block_rows(weight))), tasks(panels * blocks) {}
+    Shares(const Walk& walk, const Weight& weight, const Following& following, int rows, int panels)
+        : panels(panels), blocks(row_blocks(rows, panels, walk.threads, block_rows(weight))), tasks(panels * blocks),
+          walk_(walk), weight_(weight), following_(following), rows_(rows) {}
 
     int panel(int task) const { return task % panels; }
-    int first_row(int task) const { return static_cast<int>(static_cast<int64_t>(rows) * (task / panels) / blocks); }
+    int first_row(int task) const { return static_cast<int>(static_cast<int64_t>(rows_) * (task / panels) / blocks); }
     int height(int task) const { return first_row(task + panels) - first_row(task); }
 
     // What the thread that has `task` will probably read after it.
     Ahead next(int task) const {
-        const Weight* of = task + threads < tasks ? &weight : following;
-        if (!of) return {};
-        const int panel = task + threads < tasks ? (task + threads) % panels : task + threads - tasks;
-        return {of->panel<T>(panel), of->panel_bytes<T>()};
+        if (task + 1 != walk_.end(tasks)) return ahead(weight_, (task + 1) % panels);
+        return following_.weight ? ahead(*following_.weight, walk_.begin(following_.panels)) : Ahead{};
     }
+
+  private:
+    static Ahead ahead(const Weight& weight, int panel) { return {weight.panel<T>(panel), weight.panel_bytes<T>()}; }
+
+    const Walk& walk_;
+    const Weight& weight_;
+    const Following following_;
+    const int rows_;
 };
 
 // The panels of a layer times the rows of x. finish(row, column, sums) gets 64 consecutive outputs of a row: sums[4] of 16.
-// `following` is the layer that comes next: its first panels are fetched while the last ones of this are multiplied.
+// The first panels of `following` are fetched while the last ones of this layer are multiplied.
 template <class T, class Finish>
-void multiply_rows(Walk& walk, int threads, const T* x, int64_t row_stride, int rows, const Weight& weight, const Weight* following,
+void multiply_rows(Walk& walk, const T* x, int64_t row_stride, int rows, const Weight& weight, const Following& following,
                    Finish&& finish) {
-    const Shares<T> shares(weight, following, rows, threads, static_cast<int>(weight.panels()));
+    const Shares<T> shares(walk, weight, following, rows, static_cast<int>(weight.panels()));
     const Product<T> product(x, row_stride, rows, weight);
     walk.phase(shares.tasks, [&](int task) {
         const int first = shares.first_row(task), panel = shares.panel(task);
@@ -56,10 +67,10 @@ void write_outputs(Out* to, int column, int64_t width, const __m512 (&sums)[4], 
 
 // to = activation(gate) * up, where gate and up are the two halves of the layer's outputs and each fills whole panels.
 template <class T>
-void multiply_gated(Walk& walk, int threads, const T* x, int64_t row_stride, int rows, const Weight& weight, const T* bias,
-                    Activation activation, T* to, const Weight* following) {
+void multiply_gated(Walk& walk, const T* x, int64_t row_stride, int rows, const Weight& weight, const T* bias, Activation activation,
+                    T* to, const Following& following) {
     const int half = static_cast<int>(weight.outputs / 2);
-    const Shares<T> shares(weight, following, rows, threads, half / kPanel);
+    const Shares<T> shares(walk, weight, following, rows, half / kPanel);
     const Product<T> product(x, row_stride, rows, weight);
     walk.phase(shares.tasks, [&](int task) {
         static thread_local Buffer<float> memory;
