@@ -174,14 +174,17 @@ def show_screen(console: Console, source: "Source", ui: "Ui", glyphs: "Glyphs") 
             due = told = 0.0
             while True:
                 for notice in feed.pump():
-                    ui.message, told = notice, time.monotonic()
-                if time.monotonic() > told + NOTICE_S:
-                    ui.message = ""
+                    ui.message, told, screen.stale = notice, time.monotonic(), True
+                if ui.message and time.monotonic() > told + NOTICE_S:
+                    ui.message, screen.stale = "", True
                 if time.monotonic() >= due and not ui.paused:
-                    snapshot, due = feed.snapshot(), time.monotonic() + ui.interval
-                screen.draw(render(snapshot, ui, *screen.size, glyphs))
+                    snapshot, due, screen.stale = feed.snapshot(), time.monotonic() + ui.interval, True
+                if screen.stale:  # not for every sample that comes
+                    screen.draw(render(snapshot, ui, *screen.size, glyphs))
                 for key in screen.keys(max(0.0, due - time.monotonic()) if not ui.paused else ui.interval):
-                    told = time.monotonic()
+                    told, screen.stale = time.monotonic(), True
+                    if key == "redraw":
+                        screen.erase()
                     action = ui.press(key, snapshot)
                     if isinstance(action, Quit):
                         return

@@ -59,7 +59,7 @@ HELP = (
     ("f", "flush the prefix cache"),
     ("p", "stop the display, and go on"),
     ("+ -", "look more, or less, often"),
-    ("? q", "this help; quit"),
+    ("? q", "this help; quit (Ctrl-L draws anew)"),
 )
 
 

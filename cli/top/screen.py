@@ -60,7 +60,9 @@ class Screen:
         for end in (self._wake_in, self._wake_out):
             os.set_blocking(end, False)
         self._shown: list[str] = []
-        self._stale = True
+        self.stale = True
+        """Whether there is something to draw."""
+        self._erased = True
         """Whether all of the screen has to be written, whatever was on it."""
         self._handlers: dict[int, object] = {}
         self._mode = termios.tcgetattr(self._in)
@@ -116,8 +118,8 @@ class Screen:
     def draw(self, lines: list[Line]) -> None:
         """Shows the lines, writing only those that have changed."""
         rendered = [self._render(line) for line in lines]
-        stale, self._stale = self._stale, False
-        if stale or len(rendered) != len(self._shown):
+        erased, self._erased, self.stale = self._erased, False, False
+        if erased or len(rendered) != len(self._shown):
             self._shown = ["\0"] * len(rendered)
             self._write("\x1b[2J")
         changed = [
@@ -128,6 +130,10 @@ class Screen:
         self._shown = rendered
         self._write("".join(changed))
 
+    def erase(self) -> None:
+        """Has all of the screen written anew: who knows what is on it."""
+        self._erased = self.stale = True
+
     def _render(self, line: Line) -> str:
         if not self._color:
             return "".join(text for text, _ in line)
@@ -136,7 +142,7 @@ class Screen:
     def _take(self) -> None:
         tty.setcbreak(self._in)
         self._write(ENTER)
-        self._stale = True
+        self.erase()
 
     def _give_back(self) -> None:
         self._write(LEAVE)
@@ -163,5 +169,5 @@ class Screen:
         self.wake()
 
     def _resized(self, *_: object) -> None:
-        self._stale = True
+        self.erase()
         self.wake()

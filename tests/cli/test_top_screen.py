@@ -139,6 +139,16 @@ def test_it_stops_and_goes_on(recording: Path) -> None:
         shell.close(force=True)
 
 
+def test_control_l_draws_anew(recording: Path) -> None:
+    with terminal("--replay", str(recording), "--interval", "30") as child:
+        child.expect("cmpl-a")
+        child.send("\x0c")
+        child.expect(re.escape("\x1b[2J"))
+        child.expect("cmpl-a")
+        child.send("q")
+        assert ends(child) == 0
+
+
 def test_it_follows_the_size(recording: Path) -> None:
     with terminal("--replay", str(recording)) as child:
         child.expect("Requests")
