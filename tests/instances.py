@@ -89,10 +89,13 @@ class RunningInstance:
         return f"http://127.0.0.1:{self.record['port']}"
 
     def requests(self) -> int:
-        """How many choices of requests run in the scheduler, or wait there."""
-        with RpcClient(self.record["rpc_addresses"][0]) as client:
-            answer = client.call(GetLoadReqInput())
-        return answer.running + answer.waiting
+        """How many choices of requests run in the schedulers, or wait there."""
+        count = 0
+        for address in self.record["rpc_addresses"]:
+            with RpcClient(address) as client:
+                answer = client.call(GetLoadReqInput())
+            count += answer.running + answer.waiting
+        return count
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")

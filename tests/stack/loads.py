@@ -34,7 +34,7 @@ class OpenRequest:
             with httpx.stream("POST", self._url, json=self._request, timeout=60) as response:
                 self.status = response.status_code
                 if self._request["stream"] and self.status == 200:
-                    for line in response.iter_lines():
+                    for line in lines_of(response):
                         if line.startswith("data: "):
                             data = line.removeprefix("data: ")
                             self.events.append(data if data == "[DONE]" else json.loads(data))
@@ -57,6 +57,14 @@ class OpenRequest:
         """The error that the client was told, in the stream or as the answer."""
         last = self.events[-1] if self.events else self.body
         return last.get("error") if isinstance(last, dict) else None
+
+
+def lines_of(response: httpx.Response) -> Iterator[str]:
+    """By newlines alone: what a model with random weights says has every other kind of line end too."""
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from (line.decode() for line in lines)
 
 
 @contextmanager

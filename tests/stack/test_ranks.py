@@ -1,0 +1,288 @@
+"""Real instances of several ranks and replicas: what operators see and do, and what happens when a rank dies."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from loads import OpenRequest, load
+
+from checkpoints import make_tiny
+from instances import RunningInstance, assert_gone, launched, run_cli, start, wait_until
+
+FOREVER = 15000
+RANKS = ("--threads", "1", "--dtype", "float32")
+
+
+def cli_json(instance: RunningInstance, *arguments: str, code: int = 0) -> Any:
+    done = run_cli(instance.root, *arguments, "--instance", instance.name, "--json")
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout) if code == 0 else done.stderr
+
+
+def ranks_of(instance: RunningInstance) -> list[dict[str, Any]]:
+    replicas = cli_json(instance, "status")["replicas"]
+    return [process for replica in replicas for process in replica["processes"] if process["role"] == "scheduler"]
+
+
+def answer(instance: RunningInstance, prompt: str, **options: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **options}
+    response = httpx.post(f"{instance.url}/v1/completions", json=body, timeout=30)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def text(instance: RunningInstance, prompt: str) -> str:
+    return str(answer(instance, prompt)["choices"][0]["text"])
+
+
+@pytest.fixture(scope="module")
+def split(runtime_root: Path, long_model: Path) -> Iterator[RunningInstance]:
+    """Two stages of two ranks each."""
+    with launched(runtime_root, "split", str(long_model), "--tp-size", "2", "--pp-size", "2", *RANKS) as instance:
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def replicated(runtime_root: Path, long_model: Path) -> Iterator[RunningInstance]:
+    with launched(runtime_root, "twins", str(long_model), "--dp-size", "2", *RANKS) as instance:
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "other"
+    return make_tiny(directory, seed=5, max_position_embeddings=16384)
+
+
+# ---- one replica of four ranks -------------------------------------------------------------------------------------
+
+
+def test_every_rank_is_shown_with_its_share(split: RunningInstance, long_model: Path) -> None:
+    text(split, "Once upon a time")
+    wait_until(lambda: len(ranks_of(split)) == 4, 5, "the report of each rank")
+    ranks = ranks_of(split)
+    assert [(rank["pp_rank"], rank["tp_rank"]) for rank in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    children = {child.pid for child in psutil.Process(split.process.pid).children()}
+    assert {rank["pid"] for rank in ranks} < children
+    assert all(rank["rss_bytes"] > 50 << 20 for rank in ranks)
+    whole = sum(path.stat().st_size for path in long_model.glob("*.safetensors"))
+    assert whole * 0.98 < sum(rank["weight_bytes"] for rank in ranks) < whole * 1.02, "nothing is there twice"
+    assert ranks[0]["weight_bytes"] == ranks[1]["weight_bytes"], "each of them has half of the first stage"
+
+
+def test_what_ranks_say_to_each_other_is_counted(split: RunningInstance) -> None:
+    """The tiny llama has three layers of width 64: a token is reduced twice a layer and once embedded."""
+    answer(split, "Once upon a time", max_tokens=1)
+    time.sleep(1.2)  # a report is a second old at most
+    before = ranks_of(split)
+    usage = answer(split, "Another beginning", max_tokens=9)["usage"]
+    time.sleep(1.2)
+    after = ranks_of(split)
+    steps, tokens = 9, usage["prompt_tokens"] + 8
+
+    def grown(rank: int, operation: str, what: str) -> int:
+        return int(after[rank]["collectives"][operation][what] - before[rank]["collectives"][operation][what])
+
+    first, last = (1, 2) if grown(0, "all_reduce", "calls") == 3 * steps else (2, 1)  # layers of the two stages
+    assert grown(0, "all_reduce", "calls") == (1 + 2 * first) * steps
+    assert grown(2, "all_reduce", "calls") == 2 * last * steps
+    assert grown(0, "all_reduce", "bytes") == (1 + 2 * first) * tokens * 64 * 4
+    for rank in (0, 1):
+        assert grown(rank, "send", "calls") == steps
+        assert grown(rank, "send", "bytes") == tokens * 32 * 4, "each rank sends its half of the columns"
+    for rank in (2, 3):
+        assert grown(rank, "recv", "bytes") == tokens * 32 * 4
+        assert grown(rank, "all_gather", "calls") == 2 * steps, "hidden states, and logits"
+        assert grown(rank, "all_gather", "bytes") == tokens * 64 * 4 + steps * 1000 * 4
+    metrics = httpx.get(f"{split.url}/metrics").text
+    assert 'llmserve_collective_bytes_total{dp_rank="0",operation="send",pp_rank="0",tp_rank="1"}' in metrics
+
+
+def test_operators_do_on_four_ranks_what_they_do_on_one(
+    split: RunningInstance, other_weights: Path, long_model: Path
+) -> None:
+    before = text(split, "Tell me")
+    with load(split, FOREVER, streams=1, plain=1) as requests:
+        listed = cli_json(split, "requests")
+        assert len(listed) == 2
+        assert cli_json(split, "abort", listed[0]["rid"])["aborted"] == [listed[0]["rid"]]
+        cli_json(split, "pause")
+        count = len(requests[0].events)
+        time.sleep(0.3)
+        assert len(requests[0].events) - count <= 1, "it is paused"
+        cli_json(split, "resume")
+        (updated,) = cli_json(split, "update-weights", str(other_weights))
+        assert updated["new_version"] == updated["old_version"] + 1
+        cli_json(split, "abort", "--all", "--yes")
+        for request in requests:
+            request.wait(10)
+    assert text(split, "Tell me") != before
+    assert cli_json(split, "flush-cache")["pages_freed"] > 0
+    cli_json(split, "update-weights", str(long_model))
+    assert text(split, "Tell me") == before
+
+
+def test_a_corrupt_checkpoint_leaves_the_old_weights_on_all_ranks(
+    split: RunningInstance, other_weights: Path, tmp_path: Path
+) -> None:
+    before = text(split, "Tell me more")
+    corrupt = tmp_path / "corrupt"
+    corrupt.mkdir()
+    for path in other_weights.iterdir():
+        (corrupt / path.name).write_bytes(path.read_bytes())
+    weights = corrupt / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-400:] = b"\xff" * 400  # NaNs, in the last tensor
+    weights.write_bytes(data)
+    assert "not finite" in cli_json(split, "update-weights", str(corrupt), code=1)
+    assert text(split, "Tell me more") == before
+    (good,) = cli_json(split, "update-weights", str(other_weights))
+    assert good["bytes"] > 0, "ranks that have given up once take the next ones"
+    assert text(split, "Tell me more") != before
+
+
+# ---- replicas ------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_share_the_requests_by_prefix_and_load(replicated: RunningInstance) -> None:
+    prompts = ["a long beginning that many share " * 4, "something else that comes again and again " * 4]
+    for _ in range(3):
+        for prompt in prompts:
+            answer(replicated, prompt)
+    steps = [replica["steps"] for replica in cli_json(replicated, "status")["replicas"]]
+    assert min(steps) >= 30, "each prompt has a replica"
+    assert answer(replicated, prompts[0])["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
+    metrics = httpx.get(f"{replicated.url}/metrics").text
+    assert 'llmserve_requests_routed_total{reason="prefix"} 5.0' in metrics
+    assert 'llmserve_requests_routed_total{reason="load"} 2.0' in metrics
+
+
+def test_an_update_reaches_all_replicas_or_none(
+    replicated: RunningInstance, other_weights: Path, long_model: Path, tmp_path: Path
+) -> None:
+    """Line 11: also where only one of them cannot take it."""
+    both = ["One", "Two"]
+    before = [text(replicated, prompt) for prompt in both]
+    answers = cli_json(replicated, "update-weights", str(other_weights))
+    assert [each["new_version"] for each in answers] == [2, 2]
+    updated = [text(replicated, prompt) for prompt in both]
+    assert updated != before
+    second = psutil.Process(ranks_of(replicated)[1]["pid"])
+    second.suspend()  # it hears of nothing
+    try:
+        refused = run_cli(
+            replicated.root, "update-weights", str(long_model), "--instance", "twins", "--timeout", "2", "--json"
+        )
+        assert refused.returncode != 0
+    finally:
+        second.resume()
+    wait_until(lambda: [r["state"] for r in cli_json(replicated, "status")["replicas"]] == ["ready"] * 2, 10, "ready")
+    assert [r["weight_version"] for r in cli_json(replicated, "status")["replicas"]] == [2, 2]
+    assert [text(replicated, prompt) for prompt in both] == updated
+    over_http = httpx.post(
+        f"{replicated.url}/update_weights_from_disk", json={"model_path": str(long_model)}, timeout=30
+    )
+    assert [each["new_version"] for each in over_http.json()["replicas"]] == [3, 3], over_http.text
+    assert [text(replicated, prompt) for prompt in both] == before
+
+
+def test_operators_reach_all_replicas(replicated: RunningInstance) -> None:
+    with load(replicated, FOREVER, streams=2, plain=2) as requests:
+        listed = cli_json(replicated, "requests")
+        assert len(listed) == 4
+        loads = [(r["running"], r["waiting"]) for r in cli_json(replicated, "status")["replicas"]]
+        assert loads == [(2, 0), (2, 0)]
+        assert len(cli_json(replicated, "abort", "--all", "--yes")["aborted"]) == 4
+        for request in requests:
+            request.wait(10)
+    assert run_cli(replicated.root, "abort", "nobody", "--instance", replicated.name).returncode == 3
+
+
+# ---- ranks that die ------------------------------------------------------------------------------------------------
+
+
+def rank_process(instance: RunningInstance, name: str) -> psutil.Process:
+    return instance.child(name)
+
+
+@pytest.mark.parametrize(("name", "busy"), [("scheduler-dp0-pp0-tp1", False), ("scheduler-dp0-pp1-tp0", True)])
+def test_a_killed_rank_ends_the_instance(own_root: Path, long_model: Path, name: str, busy: bool) -> None:
+    options = ("--tp-size", "2") if "pp0" in name else ("--pp-size", "2")
+    with launched(own_root, "one", str(long_model), *options, *RANKS) as instance:
+        processes = instance.processes()
+        requests = [OpenRequest(instance, FOREVER, stream=True)] if busy else []
+        for request in requests:
+            wait_until(lambda request=request: len(request.events) > 3, 10, "some events")  # type: ignore[misc]
+        killed = time.monotonic()
+        rank_process(instance, name).kill()
+        for request in requests:
+            request.wait(2)
+            assert request.error is not None
+            assert name in request.error["message"]
+        assert instance.wait_ended(5) == 1
+        assert time.monotonic() - killed < 5
+        assert_gone(processes, 1)
+        assert name in instance.log_text().splitlines()[-1]
+
+
+def test_a_rank_killed_while_loading_ends_the_launch(own_root: Path, long_model: Path) -> None:
+    """Line 16."""
+    instance = start(own_root, "one", str(long_model), "--tp-size", "2", *RANKS)
+    wait_until(lambda: len(psutil.Process(instance.process.pid).children()) == 3, 10, "the children's start")
+    first, second = rank_process(instance, "scheduler-dp0-pp0-tp0"), rank_process(instance, "scheduler-dp0-pp0-tp1")
+    processes = instance.processes()
+    first.suspend()  # so that they are still loading
+    second.send_signal(signal.SIGKILL)
+    assert instance.wait_ended(5) == 1
+    assert "scheduler-dp0-pp0-tp1" in instance.log_text().splitlines()[-1]
+    assert_gone(processes, 1)
+
+
+def test_a_dead_replica_takes_only_its_own_requests(own_root: Path, long_model: Path) -> None:
+    options = (str(long_model), "--dp-size", "2", *RANKS)
+    with launched(own_root, "twins", *options) as instance, load(instance, FOREVER) as requests:
+        processes = instance.processes()
+        rank_process(instance, "scheduler-dp1-pp0-tp0").kill()
+        wait_until(lambda: sum(not request.going for request in requests) == 2, 3, "the end of its requests")
+        lost = [request for request in requests if not request.going]
+        assert all("scheduler-dp1" in request.error["message"] for request in lost if request.error)
+        assert all(request.error is not None for request in lost)
+        assert all(request.status in (200, 503) for request in lost)
+        assert text(instance, "Still here")
+        assert len(cli_json(instance, "status")["replicas"]) == 1
+        (shown,) = json.loads(run_cli(own_root, "ps", "--json").stdout)
+        assert (shown["state"], shown["running"]) == ("ready", 2)
+        rank_process(instance, "scheduler-dp0-pp0-tp0").kill()
+        assert instance.wait_ended(5) == 1
+        assert_gone(processes, 1)
+
+
+# ---- what cannot be ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--tp-size", "3"), "what works is 1, 2, 4"),
+        (("--pp-size", "4"), "at most 3 stages"),
+        (("--tp-size", "2", "--nnodes", "3", "--dist-init-addr", "127.0.0.1:1"), "what works is 1, 2"),
+        (
+            ("--dp-size", "2", "--nnodes", "2", "--dist-init-addr", "127.0.0.1:1"),
+            "replicas lie on the node of the front",
+        ),
+        (("--tp-size", "2", "--device", "cuda"), "CUDA"),
+    ],
+)
+def test_impossible_sizes_are_refused_at_once(
+    own_root: Path, long_model: Path, options: tuple[str, ...], complaint: str
+) -> None:
+    done = run_cli(own_root, "launch", str(long_model), "--port", "0", *options)
+    assert done.returncode == 78
+    assert complaint in done.stderr
+    assert "started child" not in done.stderr
