@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import time
 from collections.abc import Mapping
 
@@ -152,10 +153,11 @@ def running(line: Stage) -> RenderableType:
 
 def curl_line(address: str, model: str, with_key: bool) -> str:
     """A request to paste into a shell. The key itself is never shown."""
+    body = f'{{"model": {json.dumps(model)}, "max_tokens": 16,\n       "prompt": "The capital of France is"}}'
     lines = (
         f"curl {address}/v1/completions",
         *(['  -H "Authorization: Bearer $LLMSERVE_API_KEY"'] if with_key else []),
         "  -H 'Content-Type: application/json'",
-        f"""  -d '{{"model": {json.dumps(model)}, "max_tokens": 16,\n       "prompt": "The capital of France is"}}'""",
+        f"  -d {shlex.quote(body)}",
     )
     return " \\\n".join(lines)

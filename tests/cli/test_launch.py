@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from instances import LLMSERVE, assert_gone, environment_for, is_alive, run_cli, wait_until
+from llmserve.cli.checklist import curl_line
 from llmserve.cli.console import Console
 from llmserve.cli.main import app
 from llmserve.runtime.client import RpcClient
@@ -219,6 +221,13 @@ def terminal(root: Path, *arguments: str, columns: int = 80, **environment: str)
 def plain(text: str) -> str:
     """`text` without its escape sequences."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_the_line_to_paste_is_one_command_whatever_the_model_is_called() -> None:
+    line = curl_line("http://127.0.0.1:1", 'Bob\'s "best"', with_key=False)
+    words = shlex.split(line.replace("\\\n", ""))
+    assert words[:3] == ["curl", "http://127.0.0.1:1/v1/completions", "-H"]
+    assert json.loads(words[-1])["model"] == 'Bob\'s "best"'
 
 
 def test_the_checklist_and_ctrl_c(own_root: Path, tiny_model: Path) -> None:

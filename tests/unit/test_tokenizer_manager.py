@@ -182,6 +182,18 @@ async def test_a_long_text_is_tokenized_beside_the_loop(manager: TokenizerManage
     await running
 
 
+async def test_a_rid_is_taken_while_its_text_is_tokenized(manager: TokenizerManager, stack: FakeStack) -> None:
+    manager.ready(max_model_len=100_000)
+    text = "The quick brown fox " * 1000
+    first, second = started(manager, request(texts=(text,))), started(manager, request(texts=(text,)))
+    with pytest.raises(RequestError, match="in flight"):
+        await second
+    await stack.receive()
+    assert await stack.receives_nothing()
+    stack.send(row("r", "", finish=LENGTH))
+    await first
+
+
 async def test_embeddings(manager: TokenizerManager, stack: FakeStack) -> None:
     running = asyncio.create_task(manager.embed(EmbeddingReqInput(rid="e", texts=("a", "b"), pooling="mean")))
     sent = await stack.receive()

@@ -10,9 +10,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from llmserve.runtime.messages import (
     AbortReqInput,
@@ -463,3 +465,14 @@ def test_a_poller_returns_as_soon_as_any_socket_is_readable(tmp_path: Path) -> N
     assert second.recv() == GOOD
     for each in (first, second, push):
         each.close()
+
+
+@pytest.mark.parametrize("kind", [Push, lambda address: Pull(address, PingReqInput), Router, Dealer])
+def test_every_socket_is_bounded_and_holds_no_exit_up(tmp_path: Path, kind: Callable[[str], Any]) -> None:
+    socket = kind(f"ipc://{tmp_path}/any.sock")
+    options = socket._socket
+    assert 0 < options.getsockopt(zmq.SNDHWM) <= 1000
+    assert 0 < options.getsockopt(zmq.RCVHWM) <= 1000
+    assert 0 < options.getsockopt(zmq.MAXMSGSIZE) <= MAX_FRAME_BYTES
+    assert options.getsockopt(zmq.LINGER) == 0
+    socket.close()
