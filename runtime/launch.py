@@ -135,6 +135,11 @@ class Stack:
         self._publish()
         for child in self._children:
             self._give_orders(child)
+        if args.node_rank > 0:
+            for rank in self._ranks:
+                await rank.ready
+            self.facts = facts_of([rank.ready.result().facts for rank in self._ranks])
+            return
         tokenizer = await in_thread(Tokenizer.load, self.checkpoint.tokenizer_dir)
         inputs = [ports.scheduler_input_ipc_name for ports in self._ports]
         self._front = TokenizerManager(args, self._ports[0], self.checkpoint, tokenizer, inputs)
@@ -156,7 +161,8 @@ class Stack:
         for place in places(args):
             role = "scheduler" if alone(args) else place.name
             self._ranks[self._spawn(role, "llmserve.runtime.scheduler.process", environment)] = place
-        self._detokenizer = self._spawn("detokenizer", "llmserve.runtime.detokenizer", LIGHT_ENVIRONMENT)
+        if args.node_rank == 0:
+            self._detokenizer = self._spawn("detokenizer", "llmserve.runtime.detokenizer", LIGHT_ENVIRONMENT)
 
     def _give_orders(self, child: ChildProcess) -> None:
         place = self._ranks.get(child, Place(0, 0, 0))
@@ -226,7 +232,7 @@ class Stack:
             children=tuple(
                 child.pid for child in self._children if child not in self._ranks or self._ranks[child].dp_rank in alive
             ),
-            rpc_addresses=tuple(self._ports[number].rpc_ipc_name for number in alive),
+            rpc_addresses=tuple(self._ports[number].rpc_ipc_name for number in alive if self.args.node_rank == 0),
         )
 
     def _fail(self, reason: str, exit_code: int = 1) -> None:

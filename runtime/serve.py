@@ -56,6 +56,9 @@ def run_server(args: ServerArgs, secrets: Secrets, observer: LaunchObserver, log
     """
     allow_connections()
     try:
+        if args.node_rank > 0:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(serve(args, secrets, observer, None, log_to_file))
         with bind(args.host, args.port) as listener:
             args = msgspec.structs.replace(args, port=listener.getsockname()[1])
             observer.stage("port", address_of(args))
@@ -74,9 +77,9 @@ def allow_connections() -> None:
 
 
 async def serve(
-    args: ServerArgs, secrets: Secrets, observer: LaunchObserver, listener: socket.socket, log_to_file: bool
+    args: ServerArgs, secrets: Secrets, observer: LaunchObserver, listener: socket.socket | None, log_to_file: bool
 ) -> int:
-    """run_server, once the port is ours and a loop runs."""
+    """run_server, once the port is ours and a loop runs. Without `listener` this node has ranks and no front."""
     stack: Stack | None = None
 
     def end_now(number: int) -> None:
@@ -93,16 +96,17 @@ async def serve(
             stderr_to_file(log_path)
             stack.instance.update(log_path=str(log_path))
         bounding = asyncio.create_task(bound_log(log_path))
-        http = HttpServer(listener)
+        http = None if listener is None else HttpServer(listener)
         try:
-            return await serve_stack(stack, secrets, asked, http)
+            return await (serve_ranks(stack, asked) if http is None else serve_stack(stack, secrets, asked, http))
         except LaunchError as error:
             log.error("failed reason=%s", error)
             kept = keep_log(log_path, args.name) if log_to_file and error.exit_code != CONFIG_EXIT_CODE else None
             raise LaunchError(f"{error}; the log is in {kept}" if kept else str(error), error.exit_code) from None
         finally:
             bounding.cancel()
-            await http.close(GRACE_S)
+            if http is not None:
+                await http.close(GRACE_S)
             await stack.stop()
 
 
@@ -125,6 +129,26 @@ async def serve_stack(stack: Stack, secrets: Secrets, asked: "asyncio.Future[int
     stack.announce_ready()
     stack.observer.ready(address_of(stack.args), stack.instance.record.served_model_names[0], stack.facts)
     return await until_asked(stack, asked, http)
+
+
+async def serve_ranks(stack: Stack, asked: "asyncio.Future[int]") -> int:
+    """Runs this node's ranks until asked to end. Raises LaunchError when one of them, or another node, ends."""
+    starting = asyncio.create_task(stack.start())
+    await first_of(starting, asked)
+    if asked.done():
+        starting.cancel()
+        return 128 + asked.result()
+    await starting
+    stack.announce_ready()
+    stack.observer.ready(f"node {stack.args.node_rank}", stack.checkpoint.name, stack.facts)
+    failed = asyncio.create_task(stack.wait_failed())
+    try:
+        await first_of(failed, asked)
+        if failed.done():
+            raise failed.result()
+        return 0
+    finally:
+        failed.cancel()
 
 
 async def until_asked(stack: Stack, asked: "asyncio.Future[int]", http: "HttpServer") -> int:

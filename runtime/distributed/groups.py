@@ -1,5 +1,6 @@
 """The ranks that one model is split over, and this process's place among them. collectives.py has the collectives."""
 
+import socket
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -7,6 +8,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
+BACKLOG = 1024
 RENDEZVOUS_TIMEOUT_S = 600.0
 """For the other ranks to start, on other nodes too, and for the reading of a tensor."""
 
@@ -61,8 +63,8 @@ class Topology:
         return self.weights.counts
 
 
-def init_topology(rank: int, tp_size: int, pp_size: int, init_method: str, device: str, timeout_s: float) -> Topology:
-    """Joins the tp_size * pp_size ranks at `init_method` (file:// or tcp://); rank = pp_rank * tp_size + tp_rank.
+def init_topology(rank: int, tp_size: int, pp_size: int, where: str, device: str, timeout_s: float) -> Topology:
+    """Joins the tp_size * pp_size ranks at `where` (see make_store); rank = pp_rank * tp_size + tp_rank.
 
     Every rank must call it. nccl joins CUDA devices, gloo CPUs. A collective of a step that takes longer than
     `timeout_s` raises.
@@ -71,7 +73,7 @@ def init_topology(rank: int, tp_size: int, pp_size: int, init_method: str, devic
     patient, timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S), timedelta(seconds=timeout_s)
     distributed.init_process_group(
         "nccl" if torch.device(device).type == "cuda" else "gloo",
-        init_method=init_method,
+        store=make_store(where, rank, world),
         rank=rank,
         world_size=world,
         timeout=patient,
@@ -84,6 +86,30 @@ def init_topology(rank: int, tp_size: int, pp_size: int, init_method: str, devic
         pp=_join(pp_ranks, rank, timeout, counts),
         control=_join([everyone], rank, timeout, counts, backend="gloo"),
         weights=_join([everyone], rank, patient, counts),
+    )
+
+
+def make_store(where: str, rank: int, world: int) -> distributed.Store:
+    """Where ranks find each other: file://PATH, or tcp://HOST:PORT, where rank 0 listens on that address alone.
+
+    Raises OSError when rank 0 cannot.
+    """
+    kind, _, place = where.partition("://")
+    if kind == "file":
+        return distributed.FileStore(place, world)
+    host, _, port = place.rpartition(":")
+    host, listener = host.strip("[]"), -1
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, int(port)), family=family, backlog=BACKLOG).detach()
+    return distributed.TCPStore(
+        host,
+        int(port),
+        world,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+        master_listen_fd=listener if rank == 0 else None,
+        use_libuv=False,  # which would listen on every interface
     )
 
 

@@ -5,23 +5,28 @@ Where several ranks hold the model this is the first of them; the others, which 
 
 # ruff: noqa: E402
 
+import hashlib
 import logging
 import os
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from llmserve.runtime import kernel_build
 from llmserve.runtime.child import ChildInit, Reporter
 
 kernel_build.begin_build()  # now, where there is nothing built yet: the compiler takes longer than what follows
 
+import msgspec
 import torch
 
+from llmserve.runtime.config import ConfigError
 from llmserve.runtime.distributed.collectives import RankLost
 from llmserve.runtime.distributed.groups import Topology, init_topology
 from llmserve.runtime.engine.batch import Worker, WorkerDied
 from llmserve.runtime.engine.ranks import Leader, follow
 from llmserve.runtime.engine.runner import choose_device, create_rank, create_worker, warm_up
+from llmserve.runtime.engine.shared_source import same_everywhere
 from llmserve.runtime.messages import SchedulerInput, SchedulerMetrics
 from llmserve.runtime.ranks import Place, check_devices, places, rendezvous
 from llmserve.runtime.scheduler.control import Control
@@ -33,9 +38,12 @@ from llmserve.runtime.wire import Poller, Pull, Push, Router
 
 log = logging.getLogger(__name__)
 
+SHARED_OPTIONS = ("tp_size", "pp_size", "nnodes", "dtype", "page_size", "max_total_tokens", "max_model_len")
+"""In which all nodes must agree."""
 NO_TIMEOUT_S = 86_400.0
-LOST_GRACE_S = 4.0
-"""The main process sees at once which rank has died, and ends the others. One that nobody ends says what it knows."""
+LOST_GRACE_S = 3.0
+"""The main process sees at once which of its ranks has died, and ends the others. One that nobody ends then has lost a
+rank of another node."""
 
 
 def run(init: ChildInit, report: Reporter) -> None:
@@ -47,10 +55,7 @@ def run(init: ChildInit, report: Reporter) -> None:
     try:
         run_rank(init, report)
     except (RankLost, WorkerDied) as error:
-        log.error("ranks lost reason=%s", error)
-        time.sleep(LOST_GRACE_S)
-        report.error(str(error))
-        os._exit(1)  # torch would wait for the ranks that are gone
+        end_lost(report, str(error))
 
 
 def run_rank(init: ChildInit, report: Reporter) -> None:
@@ -61,16 +66,17 @@ def run_rank(init: ChildInit, report: Reporter) -> None:
     if topology.control.rank > 0:
         report.ready(weight_bytes=rank.info.weight_bytes)
         follow(rank)
-
-    def lost(text: str) -> None:
-        log.error("ranks lost reason=%s", text)
-        time.sleep(LOST_GRACE_S)
-        report.error(text)
-        os._exit(1)
-
-    leader = Leader(rank, init.checkpoint, lost)
+    leader = Leader(rank, init.checkpoint, lost=lambda text: end_lost(report, text))
     warm_up(leader, report.progress)
     serve(init, report, leader)
+
+
+def end_lost(report: Reporter, reason: str) -> NoReturn:
+    """Ends a rank that has lost another one."""
+    log.error("rank lost reason=%s", reason)
+    time.sleep(LOST_GRACE_S)
+    report.error(reason)
+    os._exit(1)  # torch would wait for the ranks that are gone
 
 
 def join(init: ChildInit) -> tuple[Topology, int]:
@@ -85,7 +91,15 @@ def join(init: ChildInit) -> tuple[Topology, int]:
     rank = init.pp_rank * args.tp_size + init.tp_rank
     where = rendezvous(args, init.directory, init.dp_rank)
     timeout_s = args.watchdog_timeout or NO_TIMEOUT_S
-    return init_topology(rank, args.tp_size, args.pp_size, where, device.type, timeout_s), index
+    try:
+        topology = init_topology(rank, args.tp_size, args.pp_size, where, device.type, timeout_s)
+    except OSError as error:
+        raise ConfigError(f"the ranks cannot meet at {where}: {error.strerror}; choose another port") from error
+    if args.nnodes > 1:
+        shared = msgspec.json.encode([init.checkpoint.config, *(getattr(args, name) for name in SHARED_OPTIONS)])
+        digest = hashlib.blake2b(shared, digest_size=7).digest()
+        same_everywhere(digest, "model or options", topology.weights, torch.device(device.type))
+    return topology, index
 
 
 def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:
