@@ -177,7 +177,8 @@ def show_screen(console: Console, source: "Source", ui: "Ui", glyphs: "Glyphs") 
                     ui.message, told, screen.stale = notice, time.monotonic(), True
                 if ui.message and time.monotonic() > told + NOTICE_S:
                     ui.message, screen.stale = "", True
-                if time.monotonic() >= due and not ui.paused:
+                first = snapshot.data_age_s is None and not feed.model.expects_data
+                if (first or time.monotonic() >= due) and not ui.paused:
                     snapshot, due, screen.stale = feed.snapshot(), time.monotonic() + ui.interval, True
                 if screen.stale:  # not for every sample that comes
                     screen.draw(render(snapshot, ui, *screen.size, glyphs))

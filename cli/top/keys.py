@@ -216,6 +216,7 @@ class Ui:
             self.message = "read-only: nothing can be changed"
             return None
         if key == "f":
+            self.message = "flushing"
             return Flush()
         present = {key_of(row) for row in rows}
         tagged = [tag for tag in self.tagged if tag in present]
@@ -229,6 +230,7 @@ class Ui:
         self.mode, asked, self.asked = "list", self.asked, None
         if key in ("y", "Y"):
             self.tagged.clear()
+            self.message = "aborting"
             return asked
         self.message = "nothing was aborted"
         return None

@@ -24,7 +24,7 @@ RATE_S = 3.0
 """Rates are over this last time: short enough to see a change, long enough to be read."""
 HISTORY_S = 300
 STALE_S = 3.5
-"""A scheduler says something at least once a second; silent for so long, it is stalled."""
+"""A scheduler says something at least once a second, and the front with it; silent for so long, they are stalled."""
 NO_STEP_S = 5.0
 """So long without a step while requests run, and it is stalled, whatever it says."""
 
@@ -268,6 +268,8 @@ class Model:
             idle_s = now - self._stepped[rank]
             if replica.running and idle_s > NO_STEP_S and replica.state == "ready":
                 return "stalled", f"{where}no step for {idle_s:.0f} s while {replica.running} run"
+        if self._http and now - self._http[-1].time > STALE_S:
+            return "stalled", f"the front has said nothing for {now - self._http[-1].time:.0f} s"
         states = {replica.state for replica in self._replicas.values()}
         for state in ("starting", "paused", "draining"):
             if state in states:

@@ -121,7 +121,9 @@ def test_a_tag_out_of_sight_is_not_aborted(snapshot: Snapshot) -> None:
 
 
 def test_flush_and_quit(snapshot: Snapshot) -> None:
-    assert isinstance(press(Ui(), snapshot, "f"), Flush)
+    ui = Ui()
+    assert isinstance(press(ui, snapshot, "f"), Flush)
+    assert ui.message == "flushing"  # until it is told how it ended
     assert isinstance(press(Ui(), snapshot, "q"), Quit)
     assert isinstance(press(Ui(mode="confirm"), snapshot, "quit"), Quit)
 

@@ -131,6 +131,7 @@ def test_a_state_without_steps_that_is_meant_is_not_stalled(state: str) -> None:
     model = fed(samples(10))
     for second in range(11, 17):
         model.add(msgspec.structs.replace(scheduler(10), time=START + second, state=state, running=0))
+        model.add(front(second))
     assert model.snapshot(START + 16).state == state
 
 
@@ -139,6 +140,14 @@ def test_the_link_tells_what_the_scheduler_cannot(status: str, state: str) -> No
     model = fed(samples(10))
     model.add(Link(time=START + 11, status=status, name="prod", detail="why"))
     assert model.snapshot(START + 11).state == state
+
+
+def test_a_front_that_hangs_is_stalled_though_the_scheduler_goes_on() -> None:
+    model = fed(samples(10))
+    for second in range(11, 16):
+        model.add(scheduler(second))
+    found = model.snapshot(START + 15)
+    assert (found.state, found.reason) == ("stalled", "the front has said nothing for 5 s")
 
 
 def test_an_instance_that_says_nothing_is_stalled_after_a_while() -> None:
