@@ -4,6 +4,7 @@ Nothing here depends on the batch: a row's token follows from its own logits and
 of a draw is a hash of (seed, position), so it is the same whatever else runs, in whatever order.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ _NEGATIVE_INFINITY = float("-inf")
 def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowResult]:
     """One token a row of `logits` (float32 [N, vocabulary], not written to), chosen as specs[row] says.
 
-    A row without a finite best logit gets an error instead of a token. The device is synced once, at the end.
+    A row without a finite best logit gets an error instead of a token. The device is synced only at the end.
     """
     tokens, best = argmax(logits)
     allowed = best.clone()
@@ -38,11 +39,10 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowResult]:
         tokens[index] = _draw_all(list(drawn.values()), allowed[index], [specs[i] for i in drawn])
     logprobs = _sampled_logprobs(logits, tokens, specs)
     rows = []
-    finite, possible = torch.isfinite(best).tolist(), torch.isfinite(allowed).tolist()
-    for i, token in enumerate(tokens.tolist()):
-        if not finite[i]:
+    for i, (token, logit, score) in enumerate(zip(tokens.tolist(), best.tolist(), allowed.tolist(), strict=True)):
+        if not math.isfinite(logit):
             rows.append(RowResult(error="the model's logits are not finite"))
-        elif not possible[i]:
+        elif not math.isfinite(score):
             rows.append(RowResult(error="no token is allowed here"))
         else:
             rows.append(RowResult(token_id=token, logprobs=logprobs.get(i)))
@@ -140,22 +140,35 @@ def _mix64(x: int) -> int:
 
 def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> SampledLogprobs:
     """Logprobs of tokens [k] under raw float32 logits [k, vocabulary], with the `top` likeliest tokens of each."""
-    normalizer = logits.logsumexp(-1, keepdim=True)
-    chosen = (logits.gather(-1, tokens[:, None]) - normalizer).squeeze(-1)
+    logprobs = logits.log_softmax(-1)
+    chosen = _float32_bytes(logprobs.gather(-1, tokens[:, None]))
     if top == 0:
-        return SampledLogprobs(token_logprobs=_float32_bytes(chosen))
-    values, ids = logits.topk(top, -1)
+        return SampledLogprobs(token_logprobs=chosen)
+    values, ids = logprobs.topk(top, -1)
     return SampledLogprobs(
-        token_logprobs=_float32_bytes(chosen),
+        token_logprobs=chosen,
         top=top,
         top_ids=int32_bytes(ids.cpu().numpy()),
-        top_logprobs=_float32_bytes(values - normalizer),
+        top_logprobs=_float32_bytes(values),
     )
 
 
 def _sampled_logprobs(logits: Tensor, tokens: Tensor, specs: Sequence[SampleSpec]) -> dict[int, SampledLogprobs]:
+    """Those of the rows that want them, made together and then cut to what each wants."""
     wanted = {i: spec.top_logprobs for i, spec in enumerate(specs) if spec.top_logprobs is not None}
-    return {i: logprobs_of(logits[i : i + 1], tokens[i : i + 1], top) for i, top in wanted.items()}
+    if not wanted:
+        return {}
+    index, most = torch.tensor(list(wanted), device=logits.device), max(wanted.values())
+    of_all = logprobs_of(logits[index], tokens[index], most)
+    return {
+        i: SampledLogprobs(
+            token_logprobs=of_all.token_logprobs[4 * k : 4 * (k + 1)],
+            top=top,
+            top_ids=of_all.top_ids[4 * most * k : 4 * (most * k + top)],
+            top_logprobs=of_all.top_logprobs[4 * most * k : 4 * (most * k + top)],
+        )
+        for k, (i, top) in enumerate(wanted.items())
+    }
 
 
 def _float32_bytes(values: Tensor) -> bytes:
