@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 BACKLOG = 1024
 RENDEZVOUS_TIMEOUT_S = 600.0
@@ -89,20 +90,20 @@ def init_topology(rank: int, tp_size: int, pp_size: int, where: str, device: str
     )
 
 
-def make_store(where: str, rank: int, world: int) -> distributed.Store:
+def make_store(where: str, rank: int, world: int) -> Store:
     """Where ranks find each other: file://PATH, or tcp://HOST:PORT, where rank 0 listens on that address alone.
 
     Raises OSError when rank 0 cannot.
     """
     kind, _, place = where.partition("://")
     if kind == "file":
-        return distributed.FileStore(place, world)
+        return FileStore(place, world)
     host, _, port = place.rpartition(":")
     host, listener = host.strip("[]"), -1
     if rank == 0:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, int(port)), family=family, backlog=BACKLOG).detach()
-    return distributed.TCPStore(
+    return TCPStore(
         host,
         int(port),
         world,
