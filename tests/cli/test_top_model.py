@@ -11,7 +11,7 @@ from top_samples import BOUNDS, SECONDS, START, front, record, samples, schedule
 from llmserve.cli.top.model import Model, Snapshot, quantiles
 from llmserve.cli.top.samples import Link, RecordingError, Sample, read
 from llmserve.cli.top.source import Ended, Replay, parse_gpus
-from llmserve.runtime.messages import Histogram
+from llmserve.runtime.messages import Histogram, ProcessInfo, SchedulerMetrics
 
 
 def fed(found: list[Sample]) -> Model:
@@ -240,3 +240,34 @@ def test_a_broken_line_is_named(recording: Path, tmp_path: Path) -> None:
 def test_gpus_are_read_from_nvidia_smi() -> None:
     (gpu,) = parse_gpus("0, NVIDIA H200, 12345, 143771, 37\n")
     assert (gpu.index, gpu.name, gpu.used_bytes, gpu.busy_percent) == (0, "NVIDIA H200", 12345 << 20, 37.0)
+
+
+def ranked(second: int, busy: tuple[float, float], active_s: float) -> SchedulerMetrics:
+    ranks = tuple(
+        ProcessInfo(
+            role="scheduler", pid=200, pp_rank=stage, busy_s=busy_s, collectives={"send": {"calls": 1, "bytes": 1}}
+        )
+        for stage, busy_s in enumerate(busy)
+    )
+    return msgspec.structs.replace(scheduler(second), processes=ranks, active_s=active_s)
+
+
+def test_a_stage_waits_for_what_it_is_not_busy_with() -> None:
+    """Two stages with one pid, on two machines; the pipeline was active for 4 s of the last 10."""
+    model = Model()
+    model.add(ranked(0, (100.0, 50.0), 200.0))
+    assert [process.bubble for process in model.snapshot(START).processes] == [None, None], (
+        "there is nothing to compare"
+    )
+    model.add(ranked(5, (102.0, 50.5), 202.0))
+    model.add(ranked(10, (103.0, 52.0), 204.0))
+    assert [process.bubble for process in model.snapshot(START + 10).processes] == [0.25, 0.5]
+    model.add(ranked(20, (103.0, 52.0), 204.0))
+    assert [process.bubble for process in model.snapshot(START + 20).processes] == [None, None], "nothing ran lately"
+
+
+def test_a_lone_rank_has_no_bubble() -> None:
+    model = Model()
+    for second in (0, 5):
+        model.add(scheduler(second))
+    assert [process.bubble for process in model.snapshot(START + 5).processes] == [None]
