@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,8 @@ SHORT_S = 5.0
 """Quantiles of less time than this would be of a handful of requests: those since the instance's start are given."""
 RATE_S = 3.0
 """Rates are over this last time: short enough to see a change, long enough to be read."""
+BUBBLE_S = 10.0
+"""The waiting of ranks is over this last time: their reports are up to a second old."""
 HISTORY_S = 300
 STALE_S = 3.5
 """A scheduler says something at least once a second, and the front with it; silent for so long, they are stalled."""
@@ -85,6 +87,10 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     cpu_percent: float
     heartbeat_age_s: float
     dropped_messages: int
+    weight_bytes: int = 0
+    bubble: float | None = None
+    """Of the time with a step in some stage, lately, the share that this rank has waited for its turn; None where it is
+    alone or nothing ran."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +162,22 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     retractions: int
 
 
+Rank = tuple[int, int, int, int]
+"""dp_rank, pp_rank, tp_rank and pid: pids alone are not unique where ranks are on several machines."""
+
+
+def rank_of(process: ProcessInfo) -> Rank:
+    return process.dp_rank, process.pp_rank, process.tp_rank, process.pid
+
+
+class Work(NamedTuple):
+    """What the ranks of a replica had done by `time`, in seconds since their start."""
+
+    time: float
+    active_s: float
+    busy_s: dict[Rank, float]
+
+
 class Model:
     """Takes samples in the order of their time and gives snapshots."""
 
@@ -165,8 +187,10 @@ class Model:
         self._stepped: dict[int, float] = {}
         """When each replica was last seen to have done a step, or to have nothing to do."""
         self._totals: deque[Totals] = deque()
+        self._work: dict[int, deque[Work]] = {}
+        """Of each replica of several ranks, over the last BUBBLE_S."""
         self._http: deque[HttpMetrics] = deque()
-        self._processes: dict[int, tuple[ProcessInfo, float]] = {}
+        self._processes: dict[Rank, tuple[ProcessInfo, float]] = {}
         self._gpus: tuple[GpuInfo, ...] = ()
 
     def add(self, sample: Sample) -> None:
@@ -230,6 +254,11 @@ class Model:
             self._stepped[sample.dp_rank] = sample.time
         self._replicas[sample.dp_rank] = sample
         self._saw(sample.processes, sample.time)
+        if len(sample.processes) > 1:
+            work = self._work.setdefault(sample.dp_rank, deque())
+            work.append(Work(sample.time, sample.active_s, {rank_of(p): p.busy_s for p in sample.processes}))
+            while len(work) > 1 and work[1].time <= sample.time - BUBBLE_S:
+                work.popleft()
         self._totals.append(_sum(self._replicas.values(), sample.time))
         while self._totals[0].time < sample.time - HISTORY_S - 1:
             self._totals.popleft()
@@ -245,10 +274,10 @@ class Model:
 
     def _saw(self, processes: Sequence[ProcessInfo], time: float) -> None:
         for process in processes:
-            self._processes[process.pid] = (process, time)
+            self._processes[rank_of(process)] = (process, time)
 
     def _forget(self) -> None:
-        for held in (self._replicas, self._stepped, self._totals, self._http, self._processes):
+        for held in (self._replicas, self._stepped, self._totals, self._work, self._http, self._processes):
             held.clear()
 
     # ---- working out -----------------------------------------------------------------------------------------------
@@ -342,9 +371,20 @@ class Model:
                 cpu_percent=info.cpu_percent,
                 heartbeat_age_s=max(0.0, now - seen),
                 dropped_messages=info.dropped_messages,
+                weight_bytes=info.weight_bytes,
+                bubble=self._bubble(info),
             )
             for info, seen in rows
         )
+
+    def _bubble(self, rank: ProcessInfo) -> float | None:
+        work = self._work.get(rank.dp_rank)
+        place = rank_of(rank)
+        if not work or place not in work[0].busy_s or place not in work[-1].busy_s:
+            return None
+        active_s = work[-1].active_s - work[0].active_s
+        busy_s = work[-1].busy_s[place] - work[0].busy_s[place]
+        return min(1.0, max(0.0, 1 - busy_s / active_s)) if active_s > 0 else None
 
     def _rates(self, now: float) -> Callable[[Callable[[Totals], int]], float]:
         """A function from a counter to its growth a second over the last RATE_S."""

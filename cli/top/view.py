@@ -295,7 +295,9 @@ class Drawing:
 
     def processes(self, width: int) -> list[Line]:
         lines = [self._title("Processes", "", width)]
-        lines.append([(f"{'':12}{'pid':>7}{'rss':>10}{'cpu':>6}{'heard':>7}{'drop':>6}", "dim")])
+        staged = any(process.bubble is not None for process in self.s.processes)
+        waits = f"{'wait':>6}" if staged else ""
+        lines.append([(f"{'':12}{'pid':>7}{'rss':>10}{'cpu':>6}{waits}{'heard':>7}{'drop':>6}", "dim")])
         many = len({(p.dp_rank, p.pp_rank, p.tp_rank) for p in self.s.processes}) > 1
         for process in self.s.processes:
             late = process.heartbeat_age_s > STALE_S
@@ -309,6 +311,7 @@ class Drawing:
                 [
                     (f"{process.role[: 12 - len(rank)]}{rank}".ljust(12), ""),
                     (f"{process.pid:>7}{format.size(process.rss_bytes):>10}{process.cpu_percent:>5.0f}%", ""),
+                    (waited(process.bubble) if staged else "", ""),
                     (f"{heard:>7}", "bad" if late else ""),
                     (f"{format.number(process.dropped_messages):>6}", "warn" if process.dropped_messages else "dim"),
                     (f" {self.glyphs.alert} late" if late else "", "bad"),
@@ -432,6 +435,10 @@ class Drawing:
 
 def seconds(value: float | None) -> str:
     return "-" if value is None else format.duration(value)
+
+
+def waited(bubble: float | None) -> str:
+    return f"{'-':>6}" if bubble is None else f"{100 * bubble:>5.0f}%"
 
 
 def length(line: Line) -> int:
