@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import psutil
 import typer
@@ -14,6 +14,10 @@ import typer
 from llmserve.cli import format
 from llmserve.cli.common import ExitCode, JsonOption, TimeoutOption, console_of
 from llmserve.runtime.instance import InstanceError, InstanceRecord, list_instances, runtime_root, sweep_stale
+
+if TYPE_CHECKING:
+    from llmserve.runtime.client import RpcCallError
+    from llmserve.runtime.messages import GetStatusReqOutput
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "fastapi", "uvicorn")
 CHILD_MODULE = "llmserve.runtime.child"
@@ -75,8 +79,15 @@ def examine(fix: bool, port: int, timeout_s: float) -> Iterator[Finding]:
     yield taken_port(alive, port)
     yield from versions_of(alive)
     yield memory()
-    yield from pools(alive, timeout_s)
-    yield threads(len(alive))
+    running = {}
+    for record in alive:
+        answers = ask(record, timeout_s)
+        if isinstance(answers, list):
+            running[record.name] = answers
+            yield pool(record.name, answers)
+        else:
+            yield Finding("scheduler", "bad", f'"{record.name}" ({record.state}): {answers}')
+    yield threads(running)
 
 
 def libraries() -> Iterator[Finding]:
@@ -179,43 +190,52 @@ def memory() -> Finding:
     return Finding("memory", "ok", detail)
 
 
-def pools(alive: list[InstanceRecord], timeout_s: float) -> Iterator[Finding]:
-    """Whether each instance's KV pool, which is filled as it is used, still fits into the memory."""
+def ask(record: InstanceRecord, timeout_s: float) -> "list[GetStatusReqOutput] | RpcCallError":
+    """What each replica of an instance says of itself, or why it does not."""
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.client import RpcCallError
     from llmserve.runtime.messages import GetStatusReqInput
 
+    try:
+        with Remote(record, timeout_s) as remote:
+            return remote.each(GetStatusReqInput())
+    except RpcCallError as error:
+        return error
+
+
+def pool(name: str, answers: "list[GetStatusReqOutput]") -> Finding:
+    """Whether an instance's KV pool, which is filled as it is used, still fits into the memory."""
     available = psutil.virtual_memory().available
-    for record in alive:
-        try:
-            with Remote(record, timeout_s) as remote:
-                answers = remote.each(GetStatusReqInput())
-        except RpcCallError as error:
-            yield Finding("scheduler", "bad", f'"{record.name}" ({record.state}): {error}')
-            continue
-        pool = sum(answer.kv_bytes_total for answer in answers)
-        resident = sum(p.rss_bytes for answer in answers for p in answer.processes if p.role == "scheduler")
-        weights = sum(p.weight_bytes for answer in answers for p in answer.processes)
-        to_come = max(0, pool + weights - resident)
-        detail = f'"{record.name}": KV pool {format.size(pool)}, weights {format.size(weights)}'
-        device = answers[0].options.get("device")
-        if device != "cuda" and to_come > available:
-            more = f"{detail}; {format.size(to_come)} more when it is full, {format.size(available)} are available"
-            yield Finding("pool", "bad", f"{more}: launch with a smaller --max-total-tokens")
-        else:
-            yield Finding("pool", "ok", f"{detail}: fits")
+    size = sum(answer.kv_bytes_total for answer in answers)
+    resident = sum(p.rss_bytes for answer in answers for p in answer.processes if p.role == "scheduler")
+    weights = sum(p.weight_bytes for answer in answers for p in answer.processes)
+    to_come = max(0, size + weights - resident)
+    detail = f'"{name}": KV pool {format.size(size)}, weights {format.size(weights)}'
+    if answers[0].options.get("device") != "cuda" and to_come > available:
+        more = f"{detail}; {format.size(to_come)} more when it is full, {format.size(available)} are available"
+        return Finding("pool", "bad", f"{more}: launch with a smaller --max-total-tokens")
+    return Finding("pool", "ok", f"{detail}: fits")
 
 
-def threads(instances: int) -> Finding:
+def threads(running: "dict[str, list[GetStatusReqOutput]]") -> Finding:
+    """Whether all that compute have a core each."""
     cores = len(os.sched_getaffinity(0))
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdigit() and int(wanted) > cores:
-        return Finding("threads", "warning", f"OMP_NUM_THREADS={wanted} on {format.plural(cores, 'core')}: unset it")
-    if instances > 1:
-        shared = f"{instances} instances share {format.plural(cores, 'core')}"
-        return Finding("threads", "warning", f"{shared}: give each fewer --threads")
+    counts = {name: sum(computing(answer.options, cores) for answer in found) for name, found in running.items()}
+    total = sum(counts.values())
+    if total > cores:
+        who = ", ".join(f'"{name}" {count}' for name, count in counts.items())
+        detail = f"{total} threads compute on {format.plural(cores, 'core')} ({who}): launch with fewer --threads"
+        return Finding("threads", "warning", detail)
     compiler = shutil.which("c++") or shutil.which("g++")
     kernels = (
         "" if compiler else "; no C++ compiler, so the slower torch kernels are used unless they were built before"
     )
-    return Finding("threads", "ok" if compiler else "warning", f"{format.plural(cores, 'core')}{kernels}")
+    of = f"{format.plural(total, 'thread')} on " if total else ""
+    return Finding("threads", "ok" if compiler else "warning", f"{of}{format.plural(cores, 'core')}{kernels}")
+
+
+def computing(options: dict[str, Any], cores: int) -> int:
+    """The threads of one replica's ranks; without --threads all ranks of an instance share the cores."""
+    ranks: int = options["tp_size"] * options["pp_size"]
+    threads_each: int = options["threads"] or max(1, cores // (ranks * options["dp_size"]))
+    return ranks * threads_each

@@ -248,7 +248,7 @@ def test_doctor_finds_and_ends_orphans_only(children: Any, monkeypatch: pytest.M
     assert psutil.pid_exists(child)
 
 
-def status_of(pool: int) -> GetStatusReqOutput:
+def status_of(pool: int, threads: int | None = None) -> GetStatusReqOutput:
     return GetStatusReqOutput(
         state="ready",
         model="m",
@@ -263,7 +263,7 @@ def status_of(pool: int) -> GetStatusReqOutput:
         kv_bytes_total=pool,
         page_size=16,
         processes=(ProcessInfo(role="scheduler", pid=1, rss_bytes=100 << 20, weight_bytes=50 << 20),),
-        options={"device": "cpu"},
+        options={"device": "cpu", "tp_size": 2, "pp_size": 1, "dp_size": 1, "threads": threads},
     )
 
 
@@ -273,6 +273,29 @@ def test_doctor_compares_the_pool_with_the_memory(pool: int, status: str) -> Non
         fake.handlers[GetStatusReqInput] = lambda _: status_of(pool)
         (finding,) = examine()["pool"]
     assert finding["status"] == status
+
+
+def test_doctor_counts_the_threads_of_all_ranks_and_instances() -> None:
+    cores = len(os.sched_getaffinity(0))
+    with FakeInstance() as fake, FakeInstance("other") as other:
+        fake.handlers[GetStatusReqInput] = lambda _: status_of(0, threads=cores)
+        other.handlers[GetStatusReqInput] = lambda _: status_of(0, threads=1)
+        (finding,) = examine()["threads"]
+        assert finding["status"] == "warning"
+        assert f"{2 * cores + 2} threads compute on" in finding["detail"]
+        assert f'"fake" {2 * cores}, "other" 2' in finding["detail"]
+    with FakeInstance() as fake:
+        fake.handlers[GetStatusReqInput] = lambda _: status_of(0)
+        (finding,) = examine()["threads"]
+        assert f"{max(2, cores // 2 * 2)} threads on " in finding["detail"]
+
+
+def test_doctor_names_an_instance_of_another_version() -> None:
+    with FakeInstance() as fake:
+        fake.instance.update(version="0.0.0")
+        (finding,) = examine()["version"]
+    assert finding["status"] == "warning"
+    assert '"fake" runs llmserve 0.0.0' in finding["detail"]
 
 
 def test_doctor_says_who_has_the_port() -> None:

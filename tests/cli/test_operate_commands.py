@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from llmserve.runtime.messages import (
     AbortReqOutput,
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
+    ControlReqInput,
     DrainReqInput,
     DrainReqOutput,
     FlushCacheReqInput,
@@ -76,9 +78,18 @@ def test_another_protocol_is_exit_76() -> None:
     assert "99" in result.err
 
 
-def test_silence_is_exit_75(fake: FakeInstance) -> None:
-    fake.handlers[GetStatusReqInput] = lambda _: []
-    assert run("status", "--timeout", "0.2").code == 75
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("status", "requests", "ping", "abort x", "abort --all --yes", "flush-cache", "update-weights m"),
+        *("pause", "resume", "drain", "drain --no-wait"),
+    ],
+)
+def test_silence_is_exit_75_after_the_timeout(fake: FakeInstance, command: str) -> None:
+    fake.handlers = dict.fromkeys(typing.get_args(ControlReqInput), lambda _: [])
+    result = run(*command.split(), "--timeout", "0.2", "--json")
+    assert (result.code, result.out) == (75, "")
+    assert "no answer came in 0.2 s; see --timeout" in result.err
 
 
 # ---- ping ----------------------------------------------------------------------------------------------------------
@@ -99,10 +110,14 @@ def test_ps_and_doctor_say_which_scheduler_is_silent(fake: FakeInstance) -> None
 def test_ping(fake: FakeInstance) -> None:
     assert run("ping").out.startswith("PONG ")
     assert "(ready, step 7)" in run("ping").out
+    began = time.monotonic()
+    run("ping", "--count", "3", "--interval", "0.1")
+    assert time.monotonic() - began > 0.2
+    fake.requests.clear()
     many = json.loads(run("ping", "--count", "20", "--json").out)
     assert many["count"] == 20
     assert 0 < many["min_ms"] <= many["p50_ms"] <= many["p99_ms"] <= many["max_ms"]
-    assert len(fake.requests) == 22
+    assert len(fake.requests) == 20
 
 
 # ---- requests ------------------------------------------------------------------------------------------------------
