@@ -154,7 +154,7 @@ def test_flush_is_refused_while_busy_and_reports_what_it_freed(cli: Any, running
     client = running("busy")
     refused = cli("flush-cache")
     assert refused.returncode == 75
-    assert "1" in refused.stderr
+    assert "1 running, 0 waiting" in refused.stderr
     cli("abort", "busy")
     client.join(PATIENCE_S)
     pages = json.loads(cli("flush-cache", "--json").stdout)["pages_freed"]
@@ -177,6 +177,44 @@ def test_pause_stops_the_tokens_and_resume_goes_on(cli: Any, running: Any) -> No
     assert cli("resume").returncode == 0
     wait_until(lambda: tokens() > before, PATIENCE_S, "it goes on")
     assert client.answer is None
+
+
+def test_everything_works_while_the_front_is_wedged(op: RunningInstance, cli: Any, running: Any) -> None:
+    """What the operators' commands are for: they go to the scheduler, whatever the process with the HTTP port does."""
+    for rid in ("stuck-1", "stuck-2"):
+        running(rid)
+    op.process.send_signal(signal.SIGSTOP)
+    try:
+        assert cli("ping").returncode == cli("status").returncode == 0
+        assert {request["rid"] for request in json.loads(cli("requests", "--json").stdout)} == {"stuck-1", "stuck-2"}
+        assert json.loads(cli("top", "--once", "--json").stdout)["load"]["running"] == 2
+        assert json.loads(cli("abort", "stuck-1", "--json").stdout)["aborted"] == ["stuck-1"]
+        assert cli("pause").stdout == "paused, 1 retracted\n"
+        assert cli("resume").returncode == 0
+        flushed = json.loads(cli("flush-cache", "--abort", "--yes", "--json").stdout)
+        assert flushed["aborted"] == ["stuck-2"]
+        generated = cli("generate", "x", "--timeout", "0.5")
+        assert (generated.returncode, generated.stdout) == (75, "")
+        assert "no token came for 0.5 s" in generated.stderr
+    finally:
+        op.process.send_signal(signal.SIGCONT)
+    assert cli("generate", "x", "--max-tokens", "1").returncode == 0
+
+
+def test_a_scheduler_that_hangs_is_said_to_be_silent(op: RunningInstance, cli: Any) -> None:
+    scheduler = op.child("scheduler")
+    scheduler.suspend()
+    try:
+        for command in ("requests", "flush-cache", "pause", "top --once"):
+            done = cli(*command.split(), "--timeout", "0.3")
+            assert (done.returncode, done.stdout) == (75, "")
+            assert "0.3 s" in done.stderr
+        listed = json.loads(cli("ps", "--json").stdout)
+        assert [line["state"] for line in listed if line["name"] == "op"] == ["silent"]
+    finally:
+        scheduler.resume()
+    wait_until(lambda: cli("ping").returncode == 0, PATIENCE_S, "it to go on")
+    cli("resume")  # the pause had been heard
 
 
 def test_update_weights(op: RunningInstance, cli: Any, long_model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import statistics
 import subprocess
 import threading
 import time
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_tiny
-from instances import LLMSERVE, RunningInstance, environment_for, launched, wait_until
+from instances import LLMSERVE, RunningInstance, environment_for, fair, launched, wait_until
 from llmserve.runtime.client import MetricsWatch, RpcCallError, RpcClient
 from llmserve.runtime.instance import find_instance
 from llmserve.runtime.messages import (
@@ -347,6 +348,26 @@ def test_a_killed_update_leaves_the_old_weights_or_the_new_ones(
         assert {finish(answer) for answer in answers.values()} == {"abort"}
         operated.rpc.call(UpdateWeightReqInput(model_path=str(long_model)))
     assert operated.text() == old
+
+
+# ---- how long a call takes ------------------------------------------------------------------------------------------
+
+
+def ping_s(operated: Operated) -> float:
+    """The median round trip."""
+    times = []
+    for _ in range(100):
+        began = time.perf_counter()
+        operated.rpc.call(PingReqInput())
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def test_a_ping_takes_under_a_millisecond_and_under_a_step_in_load(operated: Operated) -> None:
+    assert ping_s(operated) < fair(0.001)
+    operated.start("a", "b", "c", "d")
+    step_s = 1 / steps_per_second(operated, 0.5)
+    assert ping_s(operated) < fair(step_s + 0.001)
 
 
 # ---- clients that ask too much, or do not listen -------------------------------------------------------------------
