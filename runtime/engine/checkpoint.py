@@ -15,6 +15,7 @@ from llmserve.runtime.models.configs import TensorInfo
 from llmserve.runtime.models.gguf import read_header
 from llmserve.runtime.models.gguf_config import ROPE_TENSORS, hf_name
 from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.ops import BLOCK_FORMATS
 
 _FLOATING = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """safetensors dtypes that are read, and their bytes."""
@@ -28,6 +29,7 @@ class Source(Protocol):
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """The whole tensor on the CPU, in its own floating dtype or, where it has none, in `dtype`.
 
+        Of a tensor in blocks, torch.uint8 asks for these as they are: [rows, bytes of a row] (ops/blocks.py).
         Raises ConfigError when the file is damaged.
         """
         ...
@@ -121,13 +123,18 @@ class GgufSource:
             nbytes = gguf_tensors.nbytes(tensor)
             if tensor.offset + nbytes > sizes[tensor.path]:
                 raise ConfigError(f"{tensor.path} is cut short: it ends in the middle of tensor {tensor.name!r}")
-            self.tensors[name] = TensorInfo(tensor.shape, f"GGML type {tensor.ggml_type}", nbytes)
+            blocks = tensor.ggml_type if tensor.ggml_type in BLOCK_FORMATS and len(tensor.shape) == 2 else 0
+            self.tensors[name] = TensorInfo(tensor.shape, f"GGML type {tensor.ggml_type}", nbytes, blocks)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor, nbytes = self._entries[name], self.tensors[name].nbytes
         data = np.fromfile(tensor.path, dtype=np.uint8, count=nbytes, offset=tensor.offset)
         if len(data) != nbytes:
             raise ConfigError(f"{tensor.path} was cut short while it was read")
-        values = self._dequantize(torch.from_numpy(data), tensor, dtype)
+        values = torch.from_numpy(data)
+        if dtype == torch.uint8:
+            values = values.view(tensor.shape[0], -1)
+        else:
+            values = self._dequantize(values, tensor, dtype)
         heads = self._config.num_heads, self._config.num_kv_heads
         return self._undo(values, tensor.name, self._architecture, *heads)

@@ -14,7 +14,7 @@ from llmserve.runtime.distributed.groups import Group
 from llmserve.runtime.engine.checkpoint import Source
 from llmserve.runtime.models.configs import TensorInfo
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 _END = -1
 
 
@@ -62,7 +62,10 @@ class SharedSource:
         if number == _END:
             self._ended = True
             return None
-        shape = self.tensors[self._names[number]].shape
+        info = self.tensors[self._names[number]]
+        shape = info.shape
+        if _DTYPES[dtype] == torch.uint8:
+            shape = (shape[0], info.nbytes // shape[0])
         return broadcast(torch.empty(shape, dtype=_DTYPES[dtype], device=self._device), self._group)
 
     def _header(self, number: int, dtype: int) -> tuple[int, int]:

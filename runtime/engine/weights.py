@@ -7,21 +7,24 @@ the old weights back.
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.distributed.groups import Topology
 from llmserve.runtime.engine.checkpoint import Source, open_source
 from llmserve.runtime.engine.shared_source import SharedSource
 from llmserve.runtime.layers.weight import Slot, Weight
-from llmserve.runtime.models.configs import ModelConfig
+from llmserve.runtime.models.configs import ModelConfig, TensorInfo
+from llmserve.runtime.models.gguf import GgufTensor
 from llmserve.runtime.models.hub import Checkpoint, tokenizer_digest
 from llmserve.runtime.models.registry import CausalLM, build_model
+from llmserve.runtime.ops import BLOCK_FORMATS, Blocks
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Projections that some checkpoints (phi3's) hold as one tensor, and their rows in order."""
@@ -44,8 +47,10 @@ class _Step(NamedTuple):
     """One tensor of the checkpoint, and the slots that its rows go to in order: none where it is another stage's."""
 
     name: str
-    nbytes: int
+    info: TensorInfo
     dtype: torch.dtype
+    formats: set[int]
+    """Of all parts of the weight that it enters: BlockFormats' numbers, 0 where a part cannot stay in blocks."""
     slots: list[Slot]
 
 
@@ -108,13 +113,13 @@ def stage_weights(
     if differences:
         raise ConfigError(_summary(checkpoint, differences))
     try:
-        for _ in _load(source, steps, progress, finite=True):
+        for _ in _load(source, steps, progress, check=True):
             if cancelled():
                 raise SwapCancelled
     except BaseException:
         discard_weights(model)
         raise
-    return sum(step.nbytes for step in steps)
+    return sum(step.info.nbytes for step in steps)
 
 
 def commit_weights(model: CausalLM) -> None:
@@ -139,24 +144,39 @@ def discard_weights(model: CausalLM) -> None:
         weight.discard()
 
 
-def _load(source: Source, steps: list[_Step], progress: Progress, finite: bool = False) -> Iterator[Slot]:
+def _load(source: Source, steps: list[_Step], progress: Progress, check: bool = False) -> Iterator[Slot]:
     """Stages tensor after tensor and yields each slot that has been filled."""
-    done, total = 0, sum(step.nbytes for step in steps)
+    done, total = 0, sum(step.info.nbytes for step in steps)
     for step in steps:
-        _fill(source, step, finite)
+        _fill(source, step, check)
         yield from step.slots
-        done += step.nbytes
+        done += step.info.nbytes
         progress(done, total)
 
 
-def _fill(source: Source, step: _Step, finite: bool) -> None:
+def _fill(source: Source, step: _Step, check: bool) -> None:
     """Its tensor is gone when it returns: there is never more than one, and none while a weight is packed."""
-    tensor = source.read(step.name, step.dtype)
-    if finite and not torch.isfinite(tensor).all():
+    values = _read(source, step)
+    if check and not (values.finite() if isinstance(values, Blocks) else bool(torch.isfinite(values).all())):
         raise ConfigError(f"tensor {step.name!r} has values that are not finite")
-    parts = torch.split(tensor, [slot.shape[0] for slot in step.slots]) if len(step.slots) > 1 else (tensor,)
+    parts = values.split([slot.shape[0] for slot in step.slots]) if len(step.slots) > 1 else (values,)
     for slot, part in zip(step.slots, parts, strict=False):
         slot.load(part)
+
+
+def _read(source: Source, step: _Step) -> Tensor | Blocks:
+    """In the file's blocks where the whole weight can stay in them."""
+    in_blocks = len(step.formats) == 1 and 0 not in step.formats
+    tensor = source.read(step.name, torch.uint8 if in_blocks else step.dtype)
+    if tensor.dtype != torch.uint8:
+        return tensor
+    blocks = Blocks(tensor, BLOCK_FORMATS[step.info.blocks])
+    if all(slot.takes_blocks() for slot in step.slots):
+        return blocks
+    from llmserve.runtime.models.gguf_tensors import dequantize
+
+    # the rank that reads cannot know how another stage splits its weights
+    return dequantize(tensor.flatten(), GgufTensor("", step.name, step.info.shape, step.info.blocks, 0), step.dtype)
 
 
 def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
@@ -167,6 +187,8 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
     own = dict(model.slots())
     slots = own if model.num_layers == model.config.num_layers else _slots_of_all_stages(model)
     steps, differences, missing = [], [], dict.fromkeys(slots)
+    formats: dict[int, set[int]] = defaultdict(set)  # of the parts of each weight
+    on_cpu = all(slot.weight.device.type == "cpu" for slot in own.values())
     for name, info in source.tensors.items():
         own_name = _own_name(name, model.config)
         if own_name is None:
@@ -187,7 +209,10 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
             missing.pop(known, None)
         if names[0] in own or isinstance(source, SharedSource):
             mine = [own[known] for known in names if known in own]
-            steps.append(_Step(name, info.nbytes, targets[0].weight.dtype, mine))
+            steps.append(_Step(name, info, targets[0].weight.dtype, formats[id(targets[0].weight)], mine))
+        for slot in targets:
+            takes = on_cpu and info.blocks and slot.takes_blocks()
+            formats[id(slot.weight)].add(info.blocks if takes else 0)
     differences.extend(f"{name}: missing" for name in missing)
     return steps, differences
 

@@ -1,6 +1,7 @@
 """A weight's life: loaded part by part, committed for the kernels to read, exchanged by a swap.
 
-`load -> finalize`: values are written to `staged` in their final form, and `commit` makes them the active ones.
+`load -> finalize`: values, or a file's blocks, are written to what is staged in their final form, and `commit` makes
+them the active ones.
 """
 
 from abc import ABC, abstractmethod
@@ -10,18 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmserve.runtime.ops import PackedWeight
+from llmserve.runtime.ops import BlockFormat, Blocks, PackedWeight, takes_blocks
+
+Staged = Tensor | Blocks | PackedWeight
+"""What the next values are, or what a swap has replaced."""
 
 
 class Weight(ABC):
-    """One tensor as the kernels read it. The address of its `value` never changes after the first commit."""
+    """One tensor as the kernels read it. What they hold of its `value` stays valid after the first commit."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.dtype = dtype
         self.device = device
         self._committed = False
-        self._staged: Tensor | None = None
+        self._staged: Staged | None = None
 
     @property
     def nbytes(self) -> int:
@@ -29,7 +33,7 @@ class Weight(ABC):
 
     def staged(self) -> Tensor:
         """Where the next values are written, [*shape]; not initialised."""
-        if self._staged is None:
+        if not isinstance(self._staged, Tensor):
             self._staged = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return self._staged
 
@@ -45,12 +49,12 @@ class Weight(ABC):
         self._staged = None
 
     @abstractmethod
-    def _first(self, values: Tensor) -> None:
+    def _first(self, values: Staged) -> None:
         """Makes `value`."""
 
     @abstractmethod
-    def _exchange(self, values: Tensor) -> Tensor:
-        """Overwrites `value` in place and returns what it was."""
+    def _exchange(self, values: Staged) -> Staged:
+        """Exchanges `value` and returns what it was."""
 
 
 class PlainWeight(Weight):
@@ -58,10 +62,12 @@ class PlainWeight(Weight):
 
     value: Tensor
 
-    def _first(self, values: Tensor) -> None:
+    def _first(self, values: Staged) -> None:
+        assert isinstance(values, Tensor)
         self.value = values
 
-    def _exchange(self, values: Tensor) -> Tensor:
+    def _exchange(self, values: Staged) -> Tensor:
+        assert isinstance(values, Tensor)
         old = self.value.clone()
         self.value.copy_(values)
         return old
@@ -72,13 +78,26 @@ class LinearWeight(Weight):
 
     value: PackedWeight
 
-    def _first(self, values: Tensor) -> None:
-        self.value = PackedWeight(values)
+    @property
+    def nbytes(self) -> int:
+        format = self.value.format if self._committed else None
+        return self.shape[0] * format.row_bytes(self.shape[1]) if format else super().nbytes
 
-    def _exchange(self, values: Tensor) -> Tensor:
-        old = self.value.unpack().clone()
-        self.value.copy_(values)
-        return old
+    def staged_blocks(self, format: BlockFormat) -> Tensor:
+        """Where the next blocks are written, uint8 [N, bytes of a row]; not initialised."""
+        if not isinstance(self._staged, Blocks):
+            shape = self.shape[0], format.row_bytes(self.shape[1])
+            self._staged = Blocks(torch.empty(shape, dtype=torch.uint8, device=self.device), format)
+        assert self._staged.format == format
+        return self._staged.data
+
+    def _first(self, values: Staged) -> None:
+        self.value = values if isinstance(values, PackedWeight) else PackedWeight(values)
+
+    def _exchange(self, values: Staged) -> PackedWeight:
+        other = values if isinstance(values, PackedWeight) else PackedWeight(values)
+        self.value.exchange(other)
+        return other
 
 
 @dataclass(frozen=True)
@@ -94,12 +113,26 @@ class Slot:
     plus: float = 0.0
     """What is added to every value (gemma's norms)."""
 
-    def load(self, tensor: Tensor) -> None:
-        """Stages this rank's part of `tensor`, which has `shape` and any floating dtype."""
+    def takes_blocks(self) -> bool:
+        """Whether a tensor in such blocks can enter as it is."""
+        return isinstance(self.weight, LinearWeight) and takes_blocks(self.weight.shape[1], self.weight.dtype)
+
+    def load(self, values: Tensor | Blocks) -> None:
+        """Stages this rank's part of a tensor, which has `shape` and any floating dtype, or is in blocks it `takes`."""
+        if isinstance(values, Blocks):
+            assert isinstance(self.weight, LinearWeight)
+            rows, *columns = self.part or (slice(None),)
+            part = (rows, *(_bytes(inputs, values.format) for inputs in columns))
+            self.weight.staged_blocks(values.format)[self.into].copy_(values.data[part])
+            return
         target = self.weight.staged()[self.into]
-        target.copy_(tensor[self.part])
+        target.copy_(values[self.part])
         if self.plus:
             target.add_(self.plus)
+
+
+def _bytes(inputs: slice, format: BlockFormat) -> slice:
+    return slice(format.row_bytes(inputs.start), format.row_bytes(inputs.stop))
 
 
 Slots = Iterator[tuple[str, Slot]]

@@ -82,3 +82,5 @@ class TensorInfo(NamedTuple):
     """As the file calls it."""
     nbytes: int
     """Bytes in the file; 0 where the dtype is none that can be read."""
+    blocks: int = 0
+    """GGML's number of a format in whose blocks a weight may stay; else 0."""

@@ -28,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from llmserve.runtime.attention.base import AttentionBackend, AttentionSpec
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.layers.weight import PlainWeight, Slot, Slots
+from llmserve.runtime.layers.weight import PlainWeight, Slot, Slots, Staged
 from llmserve.runtime.models.configs import ModelConfig, TensorInfo
 
 _ATTENTION = "llmserve"
@@ -184,7 +184,8 @@ class _ParameterWeight(PlainWeight):
         super().__init__(tuple(tensor.shape), tensor.dtype, tensor.device)
         self.value = tensor.detach()
 
-    def _first(self, values: Tensor) -> None:
+    def _first(self, values: Staged) -> None:
+        assert isinstance(values, Tensor)
         self.value.copy_(values)
 
 

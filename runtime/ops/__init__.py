@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from llmserve.runtime.ops import native, reference
-from llmserve.runtime.ops.packed import PackedWeight
+from llmserve.runtime.ops.blocks import BLOCK_FORMATS, BlockFormat, Blocks
+from llmserve.runtime.ops.packed import PackedWeight, takes_blocks
 
 __all__ = [
+    "BLOCK_FORMATS",
+    "BlockFormat",
+    "Blocks",
     "PackedWeight",
     "add_rms_norm",
     "apply_rotary",
@@ -20,6 +24,7 @@ __all__ = [
     "logits",
     "rms_norm",
     "silu_and_mul",
+    "takes_blocks",
 ]
 
 

@@ -1,47 +1,81 @@
-"""PackedWeight: a linear layer's weight in the order in which a kernel reads it, at an address that never changes."""
+"""PackedWeight: a linear layer's weight in the order in which a kernel reads it."""
 
 import torch
 from torch import Tensor
 
 from llmserve.runtime.ops import native
+from llmserve.runtime.ops.blocks import BLOCK_INPUTS, BlockFormat, Blocks
 
 _arena = native.Arena()
 
 
-class PackedWeight:
-    """The weight [N, K] of a linear layer. `copy_` replaces its values in place, so a weight swap is a copy.
+def takes_blocks(inputs: int, dtype: torch.dtype) -> bool:
+    """Whether a weight with so many inputs, of a model of `dtype` on the CPU, can stay in a file's blocks."""
+    return dtype == torch.bfloat16 and inputs % BLOCK_INPUTS == 0 and native.library() is not None
 
-    `panels`: `data` is laid out for the native kernels (csrc/gemm.h); else it is the plain weight.
+
+class PackedWeight:
+    """The weight [N, K] of a linear layer, of values or of blocks. `exchange` makes it another one.
+
+    `panels`: `data` is laid out for the native kernels (csrc/gemm.h, or csrc/quantized.h if there is a `format`), which
+    find it through the descriptor, whose address never changes. Else it is the plain weight.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor | Blocks) -> None:
         self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.device = weight.device
-        words = 4 // weight.dtype.itemsize or 1
-        self.panels = native.usable(weight.contiguous()) and self.in_features % words == 0
-        rows = -(-self.out_features // native.PANEL) * native.PANEL if self.panels else self.out_features
-        if self.panels:
-            self.data = _arena.empty((rows, self.in_features), weight.dtype)
+        self.format: BlockFormat | None = None
+        padded = -(-self.out_features // native.PANEL) * native.PANEL
+        if isinstance(weight, Blocks):
+            self.dtype, self.device, self.format, self.panels = torch.bfloat16, weight.data.device, weight.format, True
+            self.data = _arena.empty((padded, weight.format.row_bytes(self.in_features)), torch.uint8)
         else:
-            self.data = torch.empty((rows, self.in_features), dtype=weight.dtype, device=weight.device)
-        self.descriptor = native.Weight(self.data.data_ptr(), self.out_features, self.in_features, 0)
-        self.copy_(weight)
+            self.dtype, self.device = weight.dtype, weight.device
+            words = 4 // weight.dtype.itemsize or 1
+            self.panels = native.usable(weight.contiguous()) and self.in_features % words == 0
+            if self.panels:
+                self.data = _arena.empty((padded, self.in_features), weight.dtype)
+            else:
+                self.data = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        self.descriptor = native.Weight(outputs=self.out_features, inputs=self.in_features)
+        self._describe()
+        if isinstance(weight, Blocks):
+            native.pack_blocks(weight.data.contiguous(), self.data, self.descriptor)
+        elif self.panels:
+            native.pack(weight.contiguous(), self.data)
+        else:
+            self.data.copy_(weight)
 
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
 
-    def copy_(self, weight: Tensor) -> None:
-        """Takes the values of `weight` [N, K]."""
-        if self.panels:
-            native.pack(weight.contiguous(), self.data)
+    def exchange(self, other: "PackedWeight") -> None:
+        """Makes this the other weight, of the same shape, and the other what this was.
+
+        In one format that is done in place. Otherwise they exchange their memory, which only kernels that use the
+        descriptor may know.
+        """
+        if self.format == other.format:
+            old = self.data.clone()
+            self.data.copy_(other.data)
+            other.data = old
         else:
-            self.data.copy_(weight)
+            self.data, other.data = other.data, self.data
+            self.format, other.format = other.format, self.format
+        self._describe()
+        other._describe()
+
+    def _describe(self) -> None:
+        self.descriptor.data = self.data.data_ptr()
+        self.descriptor.format = self.format.number if self.format else 0
 
     def unpack(self) -> Tensor:
-        """The plain weight [N, K]; not to be written to."""
-        return native.unpack(self.data, self.out_features) if self.panels else self.data
+        """The plain weight [N, K], blocks rounded to the dtype; not to be written to."""
+        if not self.panels:
+            return self.data
+        if self.format:
+            return self.rows(torch.arange(self.out_features))
+        return native.unpack(self.data, self.out_features)
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows that ids [n] name, [n, K]: an embedding whose table is also the head's weight."""

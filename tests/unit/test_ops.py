@@ -40,8 +40,10 @@ def test_a_packed_weight_holds_the_weight(dtype: torch.dtype, outputs: int, inpu
     ids = torch.tensor([outputs - 1, 0, 7, 7])
     assert torch.equal(ops.embedding(ids, packed), weight[ids])
     address = packed.data.data_ptr()
-    packed.copy_(2 * weight)
+    other = ops.PackedWeight(2 * weight)
+    packed.exchange(other)
     assert torch.equal(packed.unpack(), 2 * weight)
+    assert torch.equal(other.unpack(), weight)
     assert packed.data.data_ptr() == address
 
 

@@ -17,6 +17,7 @@ from llmserve.runtime.engine.runner import create_worker
 from llmserve.runtime.engine.worker import TpModelWorker
 from llmserve.runtime.messages import SamplingParams
 from llmserve.runtime.models.hub import Checkpoint, resolve
+from llmserve.runtime.ops import PackedWeight
 
 PAGE = 16
 GREEDY = SamplingParams(temperature=0.0)
@@ -153,7 +154,7 @@ def test_a_model_that_is_not_finite_fails_its_rows(tmp_path: Path) -> None:
     directory = make_tiny(tmp_path / "bad", "llama")
     worker = make_worker(resolve(str(directory)))
     head = dict(worker.model.slots())["lm_head.weight"].weight
-    head.value.copy_(torch.full(head.shape, float("nan")))  # type: ignore[attr-defined]
+    head.value.exchange(PackedWeight(torch.full(head.shape, float("nan"))))  # type: ignore[attr-defined]
     greedy, random = run(
         worker, row([5], sample=drawn(1)), row([6], pages=range(1, 2), sample=drawn(1, SamplingParams()))
     )
