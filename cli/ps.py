@@ -1,6 +1,8 @@
 """`llmserve ps`: the instances of this user, with their load where the scheduler answers."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -27,6 +29,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...] = ()
     log_path: str = ""
     children: tuple[int, ...] = ()
+    ranks: tuple[dict[str, object], ...] = ()
+    """The schedulers' processes, all ranks of all replicas."""
 
 
 def ps(
@@ -43,7 +47,7 @@ def ps(
     process is gone, and the next launch removes its rest.
     """
     console = console_of(ctx)
-    lines = [look(record, timeout) for record in list_instances() if record.alive or all_records]
+    lines = [look(record, timeout, ranks=json) for record in list_instances() if record.alive or all_records]
     if json:
         console.json([msgspec.to_builtins(line) for line in lines])
         return
@@ -61,8 +65,8 @@ def ps(
     console.table(columns, rows, right=("PID", "AGE", "RUN", "WAIT"))
 
 
-def look(record: InstanceRecord, timeout_s: float) -> Line:
-    """What is known of an instance, its scheduler asked."""
+def look(record: InstanceRecord, timeout_s: float, ranks: bool = False) -> Line:
+    """What is known of an instance, its scheduler asked; with `ranks` also of each of its ranks."""
     load = ask_load(record, timeout_s) if record.alive and record.state != "starting" else None
     return Line(
         name=record.name,
@@ -76,6 +80,7 @@ def look(record: InstanceRecord, timeout_s: float) -> Line:
         served_model_names=record.served_model_names,
         log_path=record.log_path,
         children=record.children,
+        ranks=tuple(ask_ranks(record, timeout_s)) if ranks and load else (),
     )
 
 
@@ -108,3 +113,14 @@ def ask_load(record: InstanceRecord, timeout_s: float = LOAD_TIMEOUT_S) -> Load 
             return None
         total = Load(total.running + answer.running, total.waiting + answer.waiting, answer.state)
     return total
+
+
+def ask_ranks(record: InstanceRecord, timeout_s: float) -> Iterator[dict[str, object]]:
+    """All ranks of the replicas that answer soon."""
+    from llmserve.runtime.client import RpcCallError, RpcClient
+    from llmserve.runtime.messages import GetStatusReqInput
+
+    for address in record.rpc_addresses:
+        with contextlib.suppress(RpcCallError), RpcClient(address, timeout_s=timeout_s) as client:
+            processes = client.call(GetStatusReqInput()).processes
+            yield from (msgspec.structs.asdict(process) for process in processes if process.role == "scheduler")

@@ -1,6 +1,7 @@
 """Real instances of several ranks and replicas: what operators see and do, and what happens when a rank dies."""
 
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from checkpoints import make_tiny
 from instances import RunningInstance, assert_gone, launched, run_cli, start, wait_until
 
 FOREVER = 15000
+PROMPTS = [f"{what} " * count + "then" for what in ("Once", "a long way", "the sea") for count in (1, 12)]
 RANKS = ("--threads", "1", "--dtype", "float32")
 
 
@@ -63,6 +65,15 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- one replica of four ranks -------------------------------------------------------------------------------------
 
 
+def test_ranks_and_replicas_say_what_one_process_says(
+    split: RunningInstance, replicated: RunningInstance, server: RunningInstance
+) -> None:
+    for prompt in PROMPTS:
+        expected = text(server, prompt)
+        assert text(split, prompt) == expected
+        assert text(replicated, prompt) == expected
+
+
 def test_every_rank_is_shown_with_its_share(split: RunningInstance, long_model: Path) -> None:
     text(split, "Once upon a time")
     wait_until(lambda: len(ranks_of(split)) == 4, 5, "the report of each rank")
@@ -74,6 +85,10 @@ def test_every_rank_is_shown_with_its_share(split: RunningInstance, long_model: 
     whole = sum(path.stat().st_size for path in long_model.glob("*.safetensors"))
     assert whole * 0.98 < sum(rank["weight_bytes"] for rank in ranks) < whole * 1.02, "nothing is there twice"
     assert ranks[0]["weight_bytes"] == ranks[1]["weight_bytes"], "each of them has half of the first stage"
+    shown = json.loads(run_cli(split.root, "ps", "--json").stdout)
+    (line,) = (line for line in shown if line["name"] == split.name)
+    assert [rank["pid"] for rank in line["ranks"]] == [rank["pid"] for rank in ranks]
+    assert all(rank["collectives"]["broadcast"]["bytes"] > whole * 0.98 for rank in line["ranks"]), "all receive all"
 
 
 def test_what_ranks_say_to_each_other_is_counted(split: RunningInstance) -> None:
@@ -150,17 +165,29 @@ def test_a_corrupt_checkpoint_leaves_the_old_weights_on_all_ranks(
 # ---- replicas ------------------------------------------------------------------------------------------------------
 
 
+def routed(instance: RunningInstance) -> dict[str, int]:
+    """Requests by why they went to their replica."""
+    found = re.findall(r'requests_routed_total{reason="(\w+)"} (\d+)', httpx.get(f"{instance.url}/metrics").text)
+    return {reason: int(count) for reason, count in found}
+
+
 def test_replicas_share_the_requests_by_prefix_and_load(replicated: RunningInstance) -> None:
     prompts = ["a long beginning that many share " * 4, "something else that comes again and again " * 4]
+    before = routed(replicated)
+    steps = [-replica["steps"] for replica in cli_json(replicated, "status")["replicas"]]
     for _ in range(3):
         for prompt in prompts:
             answer(replicated, prompt)
-    steps = [replica["steps"] for replica in cli_json(replicated, "status")["replicas"]]
-    assert min(steps) >= 30, "each prompt has a replica"
+    status = cli_json(replicated, "status")["replicas"]
+    assert min(replica["steps"] + count for replica, count in zip(status, steps, strict=True)) >= 36, "each has one"
     assert answer(replicated, prompts[0])["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
-    metrics = httpx.get(f"{replicated.url}/metrics").text
-    assert 'llmserve_requests_routed_total{reason="prefix"} 5.0' in metrics
-    assert 'llmserve_requests_routed_total{reason="load"} 2.0' in metrics
+    after = routed(replicated)
+    assert {reason: after[reason] - before[reason] for reason in after} == {
+        "only": 0,
+        "prefix": 5,
+        "load": 2,
+        "full": 0,
+    }
 
 
 def test_an_update_reaches_all_replicas_or_none(
