@@ -31,7 +31,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowResult]:
         scores = logits[i]
         if _adjusted(spec):
             scores = adjust(scores, spec)
-            tokens[i], allowed[i] = scores.argmax(), scores.max()
+            tokens[i : i + 1], allowed[i : i + 1] = argmax(scores[None])
         if not spec.params.greedy:
             drawn[i] = scores
     if drawn:
