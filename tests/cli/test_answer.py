@@ -88,6 +88,23 @@ def test_generate_prints_the_text_alone(front: Front) -> None:
     assert front.keys == [None]
 
 
+def test_chat_sends_its_options(front: Front) -> None:
+    options = ("--max-tokens", "3", "-t", "0", "--top-p", "0.5", "--seed", "9", "--stop", "x", "--stop", "y")
+    assert run("chat", "Say it", "--system", "Be brief", *options).code == 0
+    (body,) = front.bodies
+    assert body == {
+        "model": "tiny",
+        "messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Say it"}],
+        "max_tokens": 3,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "seed": 9,
+        "stop": ["x", "y"],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
 def test_generate_reads_the_prompt_from_a_pipe(front: Front) -> None:
     assert run("generate", "-", stdin="piped in").code == 0
     assert front.bodies[0]["prompt"] == "piped in"

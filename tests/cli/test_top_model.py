@@ -195,6 +195,14 @@ def test_once_json_is_one_object(recording: Path) -> None:
     assert "history" not in data
 
 
+def test_ascii_may_be_asked_for(recording: Path) -> None:
+    shown = run("top", "--replay", str(recording), "--once").out
+    plain = run("top", "--replay", str(recording), "--once", "--ascii").out
+    assert shown.startswith("● ready")
+    assert plain.startswith("* ready")
+    assert not set("●▁█▒·─▼▸…") & set(plain)
+
+
 def test_json_is_a_line_an_interval(recording: Path) -> None:
     out = run("top", "--replay", str(recording), "--json", "--speed", "240", "--interval", "0.1").out
     times = [json.loads(line)["time"] for line in out.splitlines()]

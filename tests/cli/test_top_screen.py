@@ -139,6 +139,15 @@ def test_it_stops_and_goes_on(recording: Path) -> None:
         shell.close(force=True)
 
 
+def test_it_is_drawn_as_often_as_asked(recording: Path) -> None:
+    with terminal("--replay", str(recording), "--interval", "0.2", size=(24, 120)) as child:
+        child.expect("every 0.2s")
+        child.send("-")
+        child.expect("every 0.5 s")
+        child.send("q")
+        assert ends(child) == 0
+
+
 def test_control_l_draws_anew(recording: Path) -> None:
     with terminal("--replay", str(recording), "--interval", "30") as child:
         child.expect("cmpl-a")
