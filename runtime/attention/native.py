@@ -58,7 +58,6 @@ class NativeAttention(AttentionBackend):
             batch.seq_lens.data_ptr(),
             geometry.num_kv_heads,
             self.num_heads // geometry.num_kv_heads,
-            native.threads_for(batch.num_tokens),
         )
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -83,7 +82,7 @@ class NativeAttention(AttentionBackend):
             window=spec.sliding_window or 0,
             softcap=spec.softcap or 0.0,
         )
-        self._kernels.llmserve_attention(self._dtype, self.handle, call, native.threads_for(tokens))
+        self._kernels.llmserve_attention(self._dtype, self.handle, call)
         return out
 
 

@@ -63,7 +63,6 @@ class NativeDecoder:
             self._attention.handle,
             input_ids.data_ptr(),
             out.data_ptr(),
-            native.threads_for(input_ids.shape[0]),
         )
         return out
 

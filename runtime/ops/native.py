@@ -137,7 +137,7 @@ _SIGNATURES = {
     "unpack": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64]),
     "pack_blocks": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64]),
     "gather_rows": (None, [c_int, POINTER(Weight), c_void_p, c_void_p, c_int64]),
-    "linear": (None, [c_int, c_void_p, c_int64, c_int64, POINTER(Weight), c_void_p, c_void_p, c_int, c_int]),
+    "linear": (None, [c_int, c_void_p, c_int64, c_int64, POINTER(Weight), c_void_p, c_void_p, c_int]),
     "rms_norm": (None, [c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float]),
     "activate_and_multiply": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int]),
     "rotary": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
@@ -145,11 +145,11 @@ _SIGNATURES = {
     "draw": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
     "plan_new": (c_void_p, []),
     "plan_delete": (None, [c_void_p]),
-    "plan_make": (None, [c_void_p, POINTER(Batch), c_int, c_void_p, c_void_p, c_int, c_int, c_int]),
-    "attention": (None, [c_int, c_void_p, POINTER(AttentionCall), c_int]),
+    "plan_make": (None, [c_void_p, POINTER(Batch), c_int, c_void_p, c_void_p, c_int, c_int]),
+    "attention": (None, [c_int, c_void_p, POINTER(AttentionCall)]),
     "decoder_new": (c_void_p, [c_int, POINTER(Model), POINTER(Layer), c_int]),
     "decoder_delete": (None, [c_void_p]),
-    "decoder_step": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int]),
+    "decoder_step": (None, [c_void_p, c_void_p, c_void_p, c_void_p]),
 }
 
 
@@ -182,11 +182,6 @@ def set_threads(threads: int) -> None:
     """How many threads the kernels may use."""
     if (kernels := library()) is not None:
         kernels.llmserve_set_threads(threads)
-
-
-def threads_for(rows: int) -> int:
-    """How many threads a matrix product of so many rows is shared among; the crew takes no more than it has."""
-    return 64
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -253,7 +248,6 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, wide: bool = False) -
         bias.data_ptr() if bias is not None else None,
         y.data_ptr(),
         wide,
-        threads_for(rows),
     )
     return y
 

@@ -43,7 +43,7 @@ struct ModelDesc {
 class AnyDecoder {
   public:
     virtual ~AnyDecoder() = default;
-    virtual void step(Crew& crew, int threads, const Plan& plan, const int64_t* input_ids, void* hidden) = 0;
+    virtual void step(Crew& crew, const Plan& plan, const int64_t* input_ids, void* hidden) = 0;
 };
 
 template <class T>
@@ -55,11 +55,11 @@ class Decoder : public AnyDecoder {
     }
 
     // input_ids [T] to the final, normed hidden states [T, hidden].
-    void step(Crew& crew, int threads, const Plan& plan, const int64_t* input_ids, void* hidden) override {
+    void step(Crew& crew, const Plan& plan, const int64_t* input_ids, void* hidden) override {
         reserve(plan.batch.tokens);
         plan.reserve(memory_, crew.size, static_cast<int>(model_.head_dim));
         const int phases = 2 + 11 * static_cast<int>(layers_.size());
-        crew.run(threads, phases, [&](Walk& walk) {
+        crew.run(crew.size, phases, [&](Walk& walk) {
             embed(walk, plan.batch.tokens, input_ids);
             for (size_t i = 0; i < layers_.size(); ++i) layer(walk, plan, i);
             rows_phase(walk, plan.batch.tokens, [&](int64_t t) {

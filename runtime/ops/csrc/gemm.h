@@ -100,8 +100,7 @@ template <class T, class Finish>
 void multiply_panel(const T* x, int64_t row_stride, int rows, const T* panel, int64_t inputs, const Ahead& next, Finish&& finish) {
     const int steps = static_cast<int>(inputs / pack<T>);
     const int tiles = (rows + kTileRows - 1) / kTileRows;
-    constexpr int kLinesAStep = 4;
-    const int interval = std::max(1, tiles / kLinesAStep);
+    const int interval = std::max<int>(1, static_cast<int64_t>(steps) * tiles * 64 / std::max<int64_t>(64, next.bytes));
     const char* line = next.data;
     const char* end = tiles > 1 ? line + next.bytes : line;
     for (int tile = 0, row = 0; tile < tiles; ++tile) {

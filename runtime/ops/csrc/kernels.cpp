@@ -114,12 +114,11 @@ void llmserve_gather_rows(int dtype, const Weight* weight, const int64_t* ids, v
 }
 
 // y [rows, outputs] = x W^T + bias; y is float32 if `wide`, else of x's type.
-void llmserve_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const Weight* weight, const void* bias, void* y, int wide,
-                     int threads) {
+void llmserve_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const Weight* weight, const void* bias, void* y, int wide) {
     with_type(dtype, [&](auto number) {
         using T = decltype(number);
         const int64_t outputs = weight->outputs;
-        crew->run(threads, 1, [&](Walk& walk) {
+        crew->run(crew->size, 1, [&](Walk& walk) {
             multiply_rows<T>(walk, static_cast<const T*>(x), x_stride, static_cast<int>(rows), *weight, {},
                              [&](int row, int column, const __m512(&sums)[4]) {
                                  const T* b = static_cast<const T*>(bias);
@@ -199,8 +198,8 @@ void llmserve_plan_delete(Handle* handle) { delete handle; }
 
 // What the batch points to must stay until the next plan.
 void llmserve_plan_make(Handle* handle, const Batch* batch, int sequences, const int32_t* query_start, const int32_t* seq_lens,
-                        int kv_heads, int group, int threads) {
-    handle->plan.make(*batch, sequences, query_start, seq_lens, kv_heads, group, threads);
+                        int kv_heads, int group) {
+    handle->plan.make(*batch, sequences, query_start, seq_lens, kv_heads, group, crew->size);
 }
 
 struct AttentionCall {
@@ -212,7 +211,7 @@ struct AttentionCall {
     AttentionSpec spec;
 };
 
-void llmserve_attention(int dtype, Handle* handle, const AttentionCall* call, int threads) {
+void llmserve_attention(int dtype, Handle* handle, const AttentionCall* call) {
     with_type(dtype, [&](auto number) {
         using T = decltype(number);
         const Plan& plan = handle->plan;
@@ -221,7 +220,7 @@ void llmserve_attention(int dtype, Handle* handle, const AttentionCall* call, in
         const Attention<T> attention(pages, plan.batch, call->spec, call->heads);
         AttentionMemory<T>& memory = handle->memory<T>();
         plan.reserve(memory, crew->size, d);
-        crew->run(threads, 2, [&](Walk& walk) {
+        crew->run(crew->size, 2, [&](Walk& walk) {
             walk.phase((plan.batch.tokens + 7) / 8, [&](int task) {
                 for (int t = task * 8; t < std::min(plan.batch.tokens, task * 8 + 8); ++t) {
                     for (int h = 0; h < call->kv_heads; ++h) {
@@ -248,8 +247,8 @@ AnyDecoder* llmserve_decoder_new(int dtype, const ModelDesc* model, const LayerD
 
 void llmserve_decoder_delete(AnyDecoder* decoder) { delete decoder; }
 
-void llmserve_decoder_step(AnyDecoder* decoder, const Handle* handle, const int64_t* input_ids, void* hidden, int threads) {
-    decoder->step(*crew, threads, handle->plan, input_ids, hidden);
+void llmserve_decoder_step(AnyDecoder* decoder, const Handle* handle, const int64_t* input_ids, void* hidden) {
+    decoder->step(*crew, handle->plan, input_ids, hidden);
 }
 
 }  // extern "C"

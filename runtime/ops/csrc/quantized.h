@@ -18,8 +18,18 @@ constexpr int kDirectRows = 12;   // 12 registers for the sums of a block, 12 fo
 inline float half_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
 inline __m512 load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
-// A tile holds one block of each of 16 outputs. Its `codes` are whole numbers, exact in bf16: a weight is scale * code, plus the
-// least value where the format has one. pairs(f) calls f(i, codes of the inputs 2i and 2i + 1, an output in each 32-bit lane).
+// A number of each of 16 outputs, twice in a row: of the first 8, and of the rest.
+struct Doubled {
+    __m512 low, high;
+
+    explicit Doubled(__m512 v)
+        : low(_mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), v)),
+          high(_mm512_permutexvar_ps(_mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15), v)) {}
+};
+
+// A tile holds one block of each of 16 outputs. Its codes are whole numbers, exact in bf16: a weight is scale * code, plus the
+// least value where the format has one. codes(f) calls f(i, those of the inputs 2i and 2i + 1, an output in each 32-bit lane), and
+// weights(f) likewise with the weights, rounded to bf16.
 template <Format format>
 struct Tile {
     static constexpr bool has_least = format == Format::q4_1;
@@ -31,7 +41,7 @@ struct Tile {
     uint16_t nibbles[4][2 * kLanes];  // the lowest nibble of [z][2 * output + i] is input 8z + i, the next 8z + i + 2, ...
 
     template <class F>
-    void pairs(F&& f) const {
+    void codes(F&& f) const {
         // the lookup ignores what lies above the fifth bit of an index, and the table repeats: the nibbles need no masks
         static constexpr auto table = [] {
             std::array<uint16_t, 32> bits{};
@@ -47,7 +57,25 @@ struct Tile {
         }
     }
 
-    __m512 least() const { return load_halves(least_); }
+    template <class F>
+    void weights(F&& f) const {
+        const __m512 values = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_ps(kZero));
+        const Doubled scales(load_halves(scale)), leasts(least());
+        for (int z = 0; z < 4; ++z) {
+            const auto words = [&](int half) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(nibbles[z]) + half)); };
+            const __m512i low = words(0), high = words(1);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                f(4 * z + j, narrow(_mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(low, 4 * j), values), scales.low, leasts.low),
+                                    _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(high, 4 * j), values), scales.high, leasts.high)));
+            }
+        }
+    }
+
+    __m512 least() const {
+        if constexpr (has_least) return load_halves(least_);
+        return _mm512_setzero_ps();
+    }
 
     void set(int lane, const uint8_t* block) {
         std::memcpy(scale + lane, block, 2);
@@ -77,21 +105,31 @@ struct Tile<Format::q8_0> {
     static constexpr int64_t block_bytes = 34;
 
     uint16_t scale[kLanes];
-    int8_t codes[kPairs][kLanes][2];
+    int8_t bytes[kPairs][kLanes][2];
 
     template <class F>
-    void pairs(F&& f) const {
-        const auto widen = [](const void* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)))); };
+    void codes(F&& f) const {
 #pragma GCC unroll 16
-        for (int i = 0; i < kPairs; ++i) f(i, narrow(widen(codes[i]), widen(codes[i][kLanes / 2])));
+        for (int i = 0; i < kPairs; ++i) f(i, narrow(widened(i, 0), widened(i, kLanes / 2)));
+    }
+
+    template <class F>
+    void weights(F&& f) const {
+        const Doubled scales(load_halves(scale));
+#pragma GCC unroll 16
+        for (int i = 0; i < kPairs; ++i) f(i, narrow(_mm512_mul_ps(widened(i, 0), scales.low), _mm512_mul_ps(widened(i, kLanes / 2), scales.high)));
+    }
+
+    __m512 widened(int pair, int lane) const {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes[pair][lane]))));
     }
 
     void set(int lane, const uint8_t* block) {
         std::memcpy(scale + lane, block, 2);
-        for (int i = 0; i < kPairs; ++i) std::memcpy(codes[i][lane], block + 2 + 2 * i, 2);
+        for (int i = 0; i < kPairs; ++i) std::memcpy(bytes[i][lane], block + 2 + 2 * i, 2);
     }
 
-    float value(int lane, int input) const { return half_to_float(scale[lane]) * static_cast<float>(codes[input / 2][lane][input % 2]); }
+    float value(int lane, int input) const { return half_to_float(scale[lane]) * static_cast<float>(bytes[input / 2][lane][input % 2]); }
 };
 
 // Calls f with the tile type of a format that is not plain.
@@ -118,22 +156,12 @@ void pack_blocks(const uint8_t* rows, T* panel, int64_t outputs, int64_t blocks)
 // The weights of a panel, rounded to bf16, as the panel of gemm.h that `to` is.
 template <class T>
 void unpack_blocks(const T* panel, bf16* to, int64_t blocks) {
-    const __m512i high = _mm512_set1_epi32(0xffff0000);
-    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-                                                19, 3, 18, 2, 17, 1, 16, 0);
     for (int c = 0; c < 4; ++c) {
         for (int64_t b = 0; b < blocks; ++b) {
             const T& tile = panel[c * blocks + b];
             for (size_t line = 0; line < sizeof(T); line += 64) _mm_prefetch(reinterpret_cast<const char*>(&tile + 8) + line, _MM_HINT_T0);
-            const __m512 scale = load_halves(tile.scale);
-            __m512 least = _mm512_setzero_ps();
-            if constexpr (T::has_least) least = tile.least();
             bf16* at = to + (b * kPairs * 4 + c) * 2 * kLanes;
-            tile.pairs([&](int i, __m512i codes) {
-                const __m512 even = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(codes, 16)), scale, least);
-                const __m512 odd = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(codes, high)), scale, least);
-                _mm512_storeu_si512(at + i * 8 * kLanes, _mm512_permutexvar_epi16(interleave, narrow(even, odd)));
-            });
+            tile.weights([&](int i, __m512i pairs) { _mm512_storeu_si512(at + i * 8 * kLanes, pairs); });
         }
     }
 }
@@ -161,7 +189,7 @@ __attribute__((noinline)) void multiply_tiles(const bf16* x, int64_t row_stride,
         for (size_t line = 0; line < sizeof(T); line += 64) _mm_prefetch(coming + line, _MM_HINT_T0);
         __m512 sums[Rows];
         for (auto& sum : sums) sum = _mm512_setzero_ps();
-        tiles[b].pairs([&](int i, __m512i codes) {
+        tiles[b].codes([&](int i, __m512i codes) {
 #pragma GCC unroll 12
             for (int r = 0; r < Rows; ++r) sums[r] = multiply_add<bf16>(sums[r], codes, broadcast(x + r * row_stride + b * kGroup + 2 * i));
         });
