@@ -564,6 +564,8 @@ class Updated(Operated):
     def resolve(path: str, load_format: str) -> Checkpoint:
         if path.startswith("/missing"):
             raise ConfigError(f"{path} does not exist")
+        if load_format == "gguf" and not path.endswith(".gguf"):
+            raise ConfigError(f"{path} is not a .gguf file")
         return cast(Checkpoint, SimpleNamespace(path=path))
 
     def update(self, path: str = "/models/new", **fields: Any) -> Message:
@@ -581,6 +583,13 @@ class Updated(Operated):
         assert isinstance(status, GetStatusReqOutput)
         assert (status.model, status.weight_version, status.state) == ("/models/fake", 1, "ready")
         assert (self.swap.serving, self.swap.staged) == ("/models/fake", "")
+
+
+def test_an_update_reads_the_format_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Updated(monkeypatch)
+    assert refusal(harness.update("/models/new", load_format="gguf"))[0] == "failed"
+    harness.check_old_serves()
+    assert isinstance(harness.update("/models/new.gguf", load_format="gguf"), UpdateWeightReqOutput)
 
 
 @pytest.mark.parametrize("mode", ["drain", "retract", "abort"])
