@@ -67,7 +67,8 @@ class Console:
     def json(self, value: object) -> None:
         """Writes one JSON value to stdout: indented for a reader, on one line for a program."""
         indent = 2 if self.stdout.isatty() else None
-        self.print(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False))
+        encoding = (getattr(self.stdout, "encoding", None) or "utf-8").lower()
+        self.print(json.dumps(value, indent=indent, ensure_ascii="utf" not in encoding, allow_nan=False))
 
     def note(self, text: str) -> None:
         """Says something about the work to whoever watches (stderr)."""
@@ -90,14 +91,16 @@ class Console:
 
         Control characters in cells are made visible. The same text on a terminal and off it, but for a bold header.
         """
+        from rich.cells import cell_len  # some characters are two columns wide, some none
+
         cells = [[printable(cell) for cell in row] for row in rows]
-        widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
+        widths = [max([len(name), *(cell_len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
 
         def line(values: Sequence[str]) -> str:
-            padded = (
-                value.rjust(width) if name in right else value.ljust(width)
-                for name, value, width in zip(columns, values, widths, strict=True)
-            )
+            padded = []
+            for name, value, width in zip(columns, values, widths, strict=True):
+                space = " " * (width - cell_len(value))
+                padded.append(space + value if name in right else value + space)
             return "  ".join(padded).rstrip()
 
         header = line(columns)

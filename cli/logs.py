@@ -79,7 +79,7 @@ def write(console: Console, text: bytes, json: bool) -> bytes:
         if json:
             parts = LINE.fullmatch(line)
             fields = parts.groupdict() if parts else {**dict.fromkeys(LINE.groupindex), "message": line}
-            console.print(dumps(fields, ensure_ascii=False))
+            console.print(dumps(fields))
         else:
             console.print(line.translate(LINE_SAFE) if console.stdout.isatty() else line)
     return rest

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_instance import FakeInstance, fresh_registry, request_info, run
+from rich.cells import cell_len, set_cell_size
 
 from llmserve.runtime.messages import (
     AbortReqInput,
@@ -280,9 +281,9 @@ def test_drain_waits_until_nothing_is_left(fake: FakeInstance) -> None:
 
 def test_drain_that_takes_too_long_is_exit_75(fake: FakeInstance) -> None:
     fake.handlers[DrainReqInput] = lambda _: DrainReqOutput(running=2, waiting=1)
-    result = run("drain", "--timeout", "0.3")
+    result = run("drain", "--timeout", "0.8")
     assert result.code == 75
-    assert "3 requests left after 0.3 s" in result.err
+    assert "3 requests left after 0.8 s" in result.err
 
 
 # ---- update-weights ------------------------------------------------------------------------------------------------
@@ -402,6 +403,24 @@ def test_watch_shows_it_again_until_it_is_ended(fake: FakeInstance, monkeypatch:
     assert [json.loads(line)[0]["rid"] for line in result.out.splitlines()] == ["a", "a", "a"]
     naps.clear()
     assert run("requests", "--watch", terminal=True).out.count("\x1b[H\x1b[2J") == 3
+
+
+def test_columns_are_aligned_by_what_the_terminal_shows(fake: FakeInstance) -> None:
+    fake.running = [request_info("漢字-😀"), request_info("ascii-7")]
+    header, *rows = run("requests").out.splitlines()
+    assert [set_cell_size(row, header.index("STATE")).rstrip() for row in rows] == ["漢字-😀", "ascii-7"]
+    assert len({cell_len(row) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("arguments", [["requests"], ["requests", "--json"], ["ping", "-c", "2"]])
+def test_a_terminal_without_the_characters_is_no_failure(fake: FakeInstance, arguments: list[str]) -> None:
+    fake.running = [request_info("é-漢字-😀")]
+    program = Path(sys.executable).with_name("llmserve")
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([program, *arguments], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    if "--json" in arguments:
+        assert json.loads(done.stdout)[0]["rid"] == "é-漢字-😀"
 
 
 @pytest.mark.parametrize("command", [["config"], ["config", "--json"]])
