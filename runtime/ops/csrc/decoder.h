@@ -193,7 +193,7 @@ class Decoder : public AnyDecoder {
     // A phase over tokens. Tasks are large where there are many: tokens that are neighbours write into the same lines of a page.
     template <class Row>
     void rows_phase(Walk& walk, int tokens, Row&& row) {
-        const int a_task = tokens < 64 ? 8 : 64;
+        const int a_task = std::clamp(tokens / 8, 8, 64);
         walk.phase((tokens + a_task - 1) / a_task, [&](int task) {
             for (int t = task * a_task; t < std::min(tokens, (task + 1) * a_task); ++t) row(t);
         });
