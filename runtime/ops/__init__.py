@@ -58,6 +58,12 @@ def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tu
     q [T, Hq, D], k [T, Hkv, D], positions [T]; cos_sin float32 [max_position, R] holds cos in the first half of a row
     and sin in the second. R may be less than D: the dimensions from R on pass through.
     """
+    if q.device.type == "cpu":
+        rotated_q, rotated_k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+        if native.usable(rotated_q, rotated_k):
+            native.rotate(rotated_q, positions, cos_sin)
+            native.rotate(rotated_k, positions, cos_sin)
+            return rotated_q, rotated_k
     return reference.apply_rotary(q, k, positions, cos_sin)
 
 

@@ -281,6 +281,13 @@ def activate_and_multiply(x: Tensor, activation: int) -> Tensor:
     return y
 
 
+def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    """Rotates x [T, H, D] in place; positions int64 [T], cos_sin float32 [max_position, R], contiguous."""
+    _kernels().llmserve_rotary(
+        DTYPES[x.dtype], x.data_ptr(), *x.shape, positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1]
+    )
+
+
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The first index of the largest of each row of float32 logits [N, V], int64 [N], and that value, [N]."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
