@@ -1,7 +1,7 @@
-// Attention over pages in place, for decodes and prompt chunks alike (online softmax: Dao et al., FlashAttention, 2022).
+// Attention over pages in place, for decodes and prompt chunks alike (online softmax: FlashAttention, Dao et al., 2022).
 //
-// What a row gets does not depend on the batch: keys are taken in chunks of 128 and spans of 512 at absolute positions, a
-// span is summed from nothing, and the spans are merged in order, whether one thread goes through them or several.
+// What a row gets does not depend on the batch: keys are taken in chunks of 128 and spans of 512 at absolute positions,
+// a span is summed from nothing, and the spans are merged in order, whether one thread goes through them or several.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@ constexpr int kSpan = 512;   // keys that a task may be split at
 constexpr int kQueryRows = 96;
 constexpr float kLog2E = 1.44269504088896341f;
 
-// The pages of one layer: keys as [page][head][page_size / 16][D / pack][16][pack], so that a vector holds one dimension (pair)
-// of 16 keys; values as [page][head][page_size / 16][16 / pack][D][pack].
+// The pages of one layer: keys as [page][head][page_size / 16][D / pack][16][pack], so that a vector holds one
+// dimension (pair) of 16 keys; values as [page][head][page_size / 16][16 / pack][D][pack].
 template <class T>
 struct Pages {
     T* keys;
@@ -66,8 +66,8 @@ struct Batch {
     int64_t table_stride;
 };
 
-// What a query block has summed so far: for each of its rows the largest score (to the base 2, as all scores here), the sum of
-// the weights, and the weighted values [rows, head_dim].
+// What a query block has summed so far: for each of its rows the largest score (to the base 2, as all scores here), the
+// sum of the weights, and the weighted values [rows, head_dim].
 struct Sums {
     float* largest;
     float* total;
@@ -86,7 +86,8 @@ struct Sums {
         for (int r = 0; r < rows; ++r) {
             if (other.total[r] == 0.0f) continue;
             const float top = std::max(largest[r], other.largest[r]);
-            const float mine = total[r] == 0.0f ? 0.0f : std::exp2(largest[r] - top), theirs = std::exp2(other.largest[r] - top);
+            const float mine = total[r] == 0.0f ? 0.0f : std::exp2(largest[r] - top),
+                        theirs = std::exp2(other.largest[r] - top);
             largest[r] = top;
             total[r] = total[r] * mine + other.total[r] * theirs;
             float *to = values + r * head_dim, *from = other.values + r * head_dim;
@@ -121,16 +122,18 @@ class Attention {
     void gather(const QueryBlock& q, int kv_head, const T* queries, int64_t token_stride, T* to) const {
         const int width = group_ * pages_.head_dim;
         for (int t = 0; t < q.tokens; ++t) {
-            std::memcpy(to + t * width, queries + (q.first_token + t) * token_stride + kv_head * width, width * sizeof(T));
+            std::memcpy(to + t * width, queries + (q.first_token + t) * token_stride + kv_head * width,
+                        width * sizeof(T));
         }
     }
 
-    // The sums over the keys [begin, end) that the rows may see; begin is a multiple of kSpan. The queries are in the scratch.
+    // The sums over the keys [begin, end) that the rows may see; begin is a multiple of kSpan. Queries are in scratch.
     void sum_span(const QueryBlock& q, int kv_head, int begin, int end, Scratch<T>& scratch, const Sums& sums) const {
         const int rows = q.tokens * group_, keys = q.position + q.tokens;
         sums.clear(rows, pages_.head_dim);
         const int first = spec_.window ? std::max(0, q.position - spec_.window + 1) : 0;
-        for (int chunk = begin + std::max(0, first - begin) / kChunk * kChunk; chunk < std::min(end, keys); chunk += kChunk) {
+        for (int chunk = begin + std::max(0, first - begin) / kChunk * kChunk; chunk < std::min(end, keys);
+             chunk += kChunk) {
             const int blocks = (std::min({chunk + kChunk, end, keys}) - chunk + kBlock - 1) / kBlock;
             const T* key_blocks[kChunk / kBlock];
             const T* value_blocks[kChunk / kBlock];
@@ -140,7 +143,8 @@ class Attention {
                 const int64_t at = pages_.block(page, kv_head, key % pages_.page_size);
                 key_blocks[b] = pages_.keys + at;
                 value_blocks[b] = pages_.values + at;
-                if (key + kBlock > keys) value_blocks[b] = without_stale(value_blocks[b], keys - key, scratch.tail.data());
+                if (key + kBlock > keys)
+                    value_blocks[b] = without_stale(value_blocks[b], keys - key, scratch.tail.data());
             }
             const int tiles = (rows + kTileRows - 1) / kTileRows;
             for (int tile = 0, row = 0; tile < tiles; ++tile) {
@@ -192,7 +196,8 @@ class Attention {
 
     // The weights of a chunk's keys for some rows; `Masked`: not all rows see all keys.
     template <int Rows, bool Masked>
-    void score(const QueryBlock& q, int row, int chunk, int blocks, const T* const* key_blocks, Scratch<T>& scratch, const Sums& all) const {
+    void score(const QueryBlock& q, int row, int chunk, int blocks, const T* const* key_blocks, Scratch<T>& scratch,
+               const Sums& all) const {
         const int head_dim = pages_.head_dim;
         __m512 best[Rows];
         for (auto& b : best) b = _mm512_set1_ps(-INFINITY);
@@ -223,7 +228,8 @@ class Attention {
             const __m512 top = _mm512_set1_ps(largest);
             __m512 total = _mm512_setzero_ps();
             for (int b = 0; b < blocks; ++b) {
-                const __m512 weight = exp2(_mm512_sub_ps(_mm512_load_ps(scratch.scores + r * kChunk + b * kBlock), top));
+                const __m512 weight =
+                    exp2(_mm512_sub_ps(_mm512_load_ps(scratch.scores + r * kChunk + b * kBlock), top));
                 total = _mm512_add_ps(total, weight);
                 store(scratch.weights + r * kChunk + b * kBlock, weight);
             }
@@ -231,7 +237,8 @@ class Attention {
                 const float shrink = std::exp2(all.largest[row + r] - largest);
                 all.total[row + r] *= shrink;
                 float* values = all.values + (row + r) * head_dim;
-                for (int d = 0; d < head_dim; d += kLanes) store(values + d, _mm512_mul_ps(load(values + d), _mm512_set1_ps(shrink)));
+                for (int d = 0; d < head_dim; d += kLanes)
+                    store(values + d, _mm512_mul_ps(load(values + d), _mm512_set1_ps(shrink)));
                 all.largest[row + r] = largest;
             }
             all.total[row + r] += _mm512_reduce_add_ps(total);
@@ -250,19 +257,24 @@ class Attention {
         const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const __m512i keys = _mm512_add_epi32(lane, _mm512_set1_epi32(key));
         const int before = spec_.window ? position - spec_.window : -1;
-        const __mmask16 seen = _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(position)) & _mm512_cmpgt_epi32_mask(keys, _mm512_set1_epi32(before));
+        const __mmask16 seen = _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(position)) &
+                               _mm512_cmpgt_epi32_mask(keys, _mm512_set1_epi32(before));
         return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, scores);
     }
 
     template <int Rows>
-    void add_values(int row, int blocks, const T* const* value_blocks, const Scratch<T>& scratch, const Sums& all) const {
+    void add_values(int row, int blocks, const T* const* value_blocks, const Scratch<T>& scratch,
+                    const Sums& all) const {
         int column = 0;
-        for (; column + 4 * kLanes <= pages_.head_dim; column += 4 * kLanes) add_columns<Rows, 4>(row, column, blocks, value_blocks, scratch, all);
-        for (; column < pages_.head_dim; column += kLanes) add_columns<Rows, 1>(row, column, blocks, value_blocks, scratch, all);
+        for (; column + 4 * kLanes <= pages_.head_dim; column += 4 * kLanes)
+            add_columns<Rows, 4>(row, column, blocks, value_blocks, scratch, all);
+        for (; column < pages_.head_dim; column += kLanes)
+            add_columns<Rows, 1>(row, column, blocks, value_blocks, scratch, all);
     }
 
     template <int Rows, int Columns>
-    void add_columns(int row, int column, int blocks, const T* const* value_blocks, const Scratch<T>& scratch, const Sums& all) const {
+    void add_columns(int row, int column, int blocks, const T* const* value_blocks, const Scratch<T>& scratch,
+                     const Sums& all) const {
         constexpr int steps = kBlock / pack<T>;
         const int head_dim = pages_.head_dim;
         float* values = all.values + row * head_dim + column;

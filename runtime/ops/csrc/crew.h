@@ -1,6 +1,7 @@
 // The threads of a step. All walk through the same phases. Each begins with a range of a phase's tasks of its own, for
-// neighbouring tasks read neighbouring memory, which the hardware fetches ahead; who has none left takes the last of another's.
-// A phase ends when its tasks are done, not when every thread has arrived: a thread that the system has put aside delays nobody.
+// neighbouring tasks read neighbouring memory, which the hardware fetches ahead; who has none left takes the last of
+// another's. A phase ends when its tasks are done, not when every thread has arrived: a thread that the system has put
+// aside delays nobody.
 #pragma once
 
 #include <immintrin.h>
@@ -87,8 +88,8 @@ class Crew {
 
     static constexpr int kMostThreads = 64;
 
-    // What is left of a phase. Each thread has a range of the tasks; the halves of its word count how many have been taken from
-    // the range's front and from its back.
+    // What is left of a phase. Each thread has a range of the tasks; the halves of its word count how many have been
+    // taken from the range's front and from its back.
     struct alignas(64) Mark {
         std::atomic<int> done{0};
         std::atomic<uint64_t> taken[kMostThreads];

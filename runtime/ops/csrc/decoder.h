@@ -1,5 +1,5 @@
-// A whole step of a decoder: embedding, layers, final norm. The residual stream is kept in float; what the matrix products
-// read is in the model's type.
+// A whole step of a decoder: embedding, layers, final norm. The residual stream is kept in float; what the matrix
+// products read is in the model's type.
 #pragma once
 
 #include <vector>
@@ -63,7 +63,8 @@ class Decoder : public AnyDecoder {
             embed(walk, plan.batch.tokens, input_ids);
             for (size_t i = 0; i < layers_.size(); ++i) layer(walk, plan, i);
             rows_phase(walk, plan.batch.tokens, [&](int64_t t) {
-                rms_norm(stream(t), static_cast<T*>(hidden) + t * model_.hidden, model_.final_norm, model_.hidden, model_.eps);
+                rms_norm(stream(t), static_cast<T*>(hidden) + t * model_.hidden, model_.final_norm, model_.hidden,
+                         model_.eps);
             });
         });
     }
@@ -87,8 +88,9 @@ class Decoder : public AnyDecoder {
         const Batch& batch = plan.batch;
         const int tokens = batch.tokens;
         const Following next_layer = index + 1 < layers_.size() ? all_of(layers_[index + 1].qkv) : Following{};
-        const Pages<T> pages{static_cast<T*>(layer.keys), static_cast<T*>(layer.values), static_cast<int>(model_.kv_heads),
-                             static_cast<int>(model_.head_dim), static_cast<int>(model_.page_size)};
+        const Pages<T> pages{static_cast<T*>(layer.keys), static_cast<T*>(layer.values),
+                             static_cast<int>(model_.kv_heads), static_cast<int>(model_.head_dim),
+                             static_cast<int>(model_.page_size)};
         const Attention<T> attention(pages, batch, {model_.scale, static_cast<int>(layer.window), model_.softcap},
                                      static_cast<int>(model_.heads));
 
@@ -99,7 +101,8 @@ class Decoder : public AnyDecoder {
                              write_outputs(qkv_.data() + row * qkv_width_, column, qkv_width_, sums, qkv_bias);
                          });
         rows_phase(walk, tokens, [&](int64_t t) { place(t, layer, batch, pages); });
-        plan.attend(walk, attention, static_cast<int>(model_.head_dim), qkv_.data(), qkv_width_, attended_.data(), model_.heads * model_.head_dim, memory_);
+        plan.attend(walk, attention, static_cast<int>(model_.head_dim), qkv_.data(), qkv_width_, attended_.data(),
+                    model_.heads * model_.head_dim, memory_);
         project(walk, attended_.data(), tokens, layer.output, layer.attention_output_norm,
                 {layer.gate_up.weight, gated_panels()});
         rows_phase(walk, tokens, [&](int64_t t) { enter(t, layer.mlp_input_norm); });
@@ -107,10 +110,15 @@ class Decoder : public AnyDecoder {
         project(walk, gated_.data(), tokens, layer.down, layer.mlp_output_norm, next_layer);
     }
 
-    static Following all_of(const LinearDesc& linear) { return {linear.weight, static_cast<int>(linear.weight->panels())}; }
+    static Following all_of(const LinearDesc& linear) {
+        return {linear.weight, static_cast<int>(linear.weight->panels())};
+    }
 
     // Tasks of gate_up: pairs of panels where these hold whole ones, as the gate and up halves then do.
-    int gated_panels() const { return static_cast<int>(intermediate_ % kPanel ? (2 * intermediate_ + kPanel - 1) / kPanel : intermediate_ / kPanel); }
+    int gated_panels() const {
+        return static_cast<int>(intermediate_ % kPanel ? (2 * intermediate_ + kPanel - 1) / kPanel
+                                                       : intermediate_ / kPanel);
+    }
 
     // What the next product reads of token t: its stream, normed or not.
     void enter(int64_t t, const float* norm) {
@@ -139,7 +147,8 @@ class Decoder : public AnyDecoder {
             if (layer.query_norm && model_.norm_heads) {
                 rms_norm(head, head, h < model_.heads ? layer.query_norm : layer.key_norm, d, model_.eps);
             }
-            if (layer.cos_sin) rotate(head, layer.cos_sin + batch.positions[t] * layer.rotary_dim, layer.rotary_dim / 2);
+            if (layer.cos_sin)
+                rotate(head, layer.cos_sin + batch.positions[t] * layer.rotary_dim, layer.rotary_dim / 2);
         }
         for (int64_t h = 0; h < model_.kv_heads; ++h) {
             pages.write(batch.slots[t], static_cast<int>(h), keys + h * d, keys + (model_.kv_heads + h) * d);
@@ -147,12 +156,14 @@ class Decoder : public AnyDecoder {
     }
 
     // stream += residual_multiplier * norm(x W^T + bias).
-    void project(Walk& walk, const T* x, int tokens, const LinearDesc& linear, const float* norm, const Following& following) {
+    void project(Walk& walk, const T* x, int tokens, const LinearDesc& linear, const float* norm,
+                 const Following& following) {
         const float multiplier = norm ? 1.0f : model_.residual_multiplier;
         multiply_rows<T>(walk, x, linear.weight->inputs, tokens, *linear.weight, following,
                          [&](int row, int column, const __m512(&sums)[4]) {
                              float* to = (norm ? delta_.data() : stream_.data()) + row * model_.hidden;
-                             accumulate(to, column, sums, static_cast<const T*>(linear.bias), multiplier, norm == nullptr);
+                             accumulate(to, column, sums, static_cast<const T*>(linear.bias), multiplier,
+                                        norm == nullptr);
                          });
         if (!norm) return;
         rows_phase(walk, tokens, [&](int64_t t) {
@@ -167,16 +178,18 @@ class Decoder : public AnyDecoder {
         const T* bias = static_cast<const T*>(gate_up.bias);
         const Activation activation = static_cast<Activation>(model_.activation);
         if (intermediate_ % kPanel == 0) {  // a task has a panel of the gate and the same one of up
-            multiply_gated<T>(walk, normed_.data(), model_.hidden, tokens, *gate_up.weight, bias, activation, gated_.data(),
-                              following);
+            multiply_gated<T>(walk, normed_.data(), model_.hidden, tokens, *gate_up.weight, bias, activation,
+                              gated_.data(), following);
             return;
         }
         multiply_rows<T>(walk, normed_.data(), model_.hidden, tokens, *gate_up.weight, following,
                          [&](int row, int column, const __m512(&sums)[4]) {
-                             write_outputs(gate_up_.data() + row * 2 * intermediate_, column, 2 * intermediate_, sums, bias);
+                             write_outputs(gate_up_.data() + row * 2 * intermediate_, column, 2 * intermediate_, sums,
+                                           bias);
                          });
         rows_phase(walk, tokens, [&](int64_t t) {
-            activate_and_multiply(gate_up_.data() + t * 2 * intermediate_, gated_.data() + t * intermediate_, intermediate_, activation);
+            activate_and_multiply(gate_up_.data() + t * 2 * intermediate_, gated_.data() + t * intermediate_,
+                                  intermediate_, activation);
         });
     }
 
@@ -190,7 +203,8 @@ class Decoder : public AnyDecoder {
         }
     }
 
-    // A phase over tokens. Tasks are large where there are many: tokens that are neighbours write into the same lines of a page.
+    // A phase over tokens. Tasks are large where there are many: tokens that are neighbours write into the same lines
+    // of a page.
     template <class Row>
     void rows_phase(Walk& walk, int tokens, Row&& row) {
         const int a_task = std::clamp(tokens / 8, 8, 64);

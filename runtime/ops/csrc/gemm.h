@@ -1,5 +1,5 @@
-// y = x W^T for weights packed into panels of 64 outputs. One micro-kernel serves the linear layers and both products of
-// attention: up to 6 rows by 64 columns of sums in registers.
+// y = x W^T for weights packed into panels of 64 outputs. One micro-kernel serves the linear layers and both products
+// of attention: up to 6 rows by 64 columns of sums in registers.
 #pragma once
 
 #include <algorithm>
@@ -8,14 +8,15 @@
 
 namespace llmserve {
 
-constexpr int kPanel = 64;     // outputs in a panel
-constexpr int kTileRows = 6;   // 6 x 4 registers of sums, 4 of weights, 1 of x: 29 of the 32
-constexpr int kBlockRows = 96; // rows of a task: x [96, 1536] in bf16 stays in the second-level cache
+constexpr int kPanel = 64;      // outputs in a panel
+constexpr int kTileRows = 6;    // 6 x 4 registers of sums, 4 of weights, 1 of x: 29 of the 32
+constexpr int kBlockRows = 96;  // rows of a task: x [96, 1536] in bf16 stays in the second-level cache
 
-// sums[r][c] += sum over steps of x[r] times weights(step, c), c counting groups of 16 columns. `hint(step)` may prefetch.
+// sums[r][c] += sum over steps of x[r] times weights(step, c), c counting groups of 16 columns. `hint(step)` may
+// prefetch.
 template <class T, int Rows, int Columns, class Weights, class Hint>
-inline __attribute__((always_inline)) void multiply(__m512 (&sums)[Rows][Columns], const T* x, int64_t row_stride, int steps,
-                                                    Weights&& weights, Hint&& hint) {
+inline __attribute__((always_inline)) void multiply(__m512 (&sums)[Rows][Columns], const T* x, int64_t row_stride,
+                                                    int steps, Weights&& weights, Hint&& hint) {
     for (int step = 0; step < steps; ++step) {
         __m512i w[Columns];
 #pragma GCC unroll 4
@@ -34,16 +35,23 @@ inline __attribute__((always_inline)) void multiply(__m512 (&sums)[Rows][Columns
 template <class F>
 inline void with_rows(int rows, F&& f) {
     switch (rows) {
-        case 1: return f(std::integral_constant<int, 1>{});
-        case 2: return f(std::integral_constant<int, 2>{});
-        case 3: return f(std::integral_constant<int, 3>{});
-        case 4: return f(std::integral_constant<int, 4>{});
-        case 5: return f(std::integral_constant<int, 5>{});
-        default: return f(std::integral_constant<int, 6>{});
+        case 1:
+            return f(std::integral_constant<int, 1>{});
+        case 2:
+            return f(std::integral_constant<int, 2>{});
+        case 3:
+            return f(std::integral_constant<int, 3>{});
+        case 4:
+            return f(std::integral_constant<int, 4>{});
+        case 5:
+            return f(std::integral_constant<int, 5>{});
+        default:
+            return f(std::integral_constant<int, 6>{});
     }
 }
 
-// Into how many blocks the rows of x are split: blocks of `block_rows`, or fewer rows where there are few panels to share.
+// Into how many blocks the rows of x are split: blocks of `block_rows`, or fewer rows where there are few panels to
+// share.
 inline int row_blocks(int rows, int panels, int threads, int block_rows) {
     const int enough = (4 * threads + panels - 1) / panels;
     const int most = std::max(1, rows / (2 * kTileRows));
@@ -77,7 +85,8 @@ void pack_panel(const T* weight, T* packed, int64_t outputs, int64_t inputs, int
     for (int64_t n = 0; n < kPanel; ++n) {
         const int64_t output = panel * kPanel + n;
         for (int64_t k = 0; k < inputs; k += pack<T>) {
-            for (int i = 0; i < pack<T>; ++i) to[k * kPanel + n * pack<T> + i] = output < outputs ? weight[output * inputs + k + i] : T{};
+            for (int i = 0; i < pack<T>; ++i)
+                to[k * kPanel + n * pack<T> + i] = output < outputs ? weight[output * inputs + k + i] : T{};
         }
     }
 }
@@ -87,17 +96,19 @@ void unpack_panel(const T* packed, T* weight, int64_t outputs, int64_t inputs, i
     const T* from = packed + panel * kPanel * inputs;
     for (int64_t n = 0; n < kPanel && panel * kPanel + n < outputs; ++n) {
         for (int64_t k = 0; k < inputs; k += pack<T>) {
-            for (int i = 0; i < pack<T>; ++i) weight[(panel * kPanel + n) * inputs + k + i] = from[k * kPanel + n * pack<T> + i];
+            for (int i = 0; i < pack<T>; ++i)
+                weight[(panel * kPanel + n) * inputs + k + i] = from[k * kPanel + n * pack<T> + i];
         }
     }
 }
 
-// x [rows, K] times one panel; finish(row, sums) gets each row's 64 sums. Meanwhile `next` comes into the cache: the panel that
-// this thread will probably multiply next. One line is asked for at a time, evenly over the steps of all tiles: the
-// core drops prefetches that come in bursts. A single tile leaves no time between them, and the hardware's own prefetcher does
-// better there.
+// x [rows, K] times one panel; finish(row, sums) gets each row's 64 sums. Meanwhile `next` comes into the cache: the
+// panel that this thread will probably multiply next. One line is asked for at a time, evenly over the steps of all
+// tiles: the core drops prefetches that come in bursts. A single tile leaves no time between them, and the hardware's
+// own prefetcher does better there.
 template <class T, class Finish>
-void multiply_panel(const T* x, int64_t row_stride, int rows, const T* panel, int64_t inputs, const Ahead& next, Finish&& finish) {
+void multiply_panel(const T* x, int64_t row_stride, int rows, const T* panel, int64_t inputs, const Ahead& next,
+                    Finish&& finish) {
     const int steps = static_cast<int>(inputs / pack<T>);
     const int tiles = (rows + kTileRows - 1) / kTileRows;
     const int interval = std::max<int>(1, static_cast<int64_t>(steps) * tiles * 64 / std::max<int64_t>(64, next.bytes));
@@ -110,7 +121,9 @@ void multiply_panel(const T* x, int64_t row_stride, int rows, const T* panel, in
             __m512 sums[Rows][4];
             for (auto& of_row : sums)
                 for (auto& sum : of_row) sum = _mm512_setzero_ps();
-            auto weights = [panel](int step, int c) { return panel + step * (kPanel * pack<T>) + c * (kLanes * pack<T>); };
+            auto weights = [panel](int step, int c) {
+                return panel + step * (kPanel * pack<T>)+c * (kLanes * pack<T>);
+            };
             const T* start = x + row * row_stride;
             if (line < end) {
                 int turn = 0;

@@ -1,5 +1,5 @@
-// The C interface that native.py calls. Arrays are contiguous unless a stride (in numbers) says otherwise; the caller checks
-// shapes. dtype 0 is float32, 1 bfloat16.
+// The C interface that native.py calls. Arrays are contiguous unless a stride (in numbers) says otherwise; the caller
+// checks shapes. dtype 0 is float32, 1 bfloat16.
 #include <sys/mman.h>
 
 #include <memory>
@@ -90,8 +90,9 @@ void llmserve_pack_blocks(int64_t format, const uint8_t* rows, void* packed, int
         using Tiles = decltype(tile);
         const int64_t blocks = inputs / kGroup;
         for_rows((outputs + kPanel - 1) / kPanel, kPanel * inputs, [&](int64_t panel) {
-            pack_blocks(rows + panel * kPanel * blocks * Tiles::block_bytes, static_cast<Tiles*>(packed) + panel * (kPanel / kLanes) * blocks,
-                        outputs - panel * kPanel, blocks);
+            pack_blocks(rows + panel * kPanel * blocks * Tiles::block_bytes,
+                        static_cast<Tiles*>(packed) + panel * (kPanel / kLanes) * blocks, outputs - panel * kPanel,
+                        blocks);
         });
     });
 }
@@ -114,7 +115,8 @@ void llmserve_gather_rows(int dtype, const Weight* weight, const int64_t* ids, v
 }
 
 // y [rows, outputs] = x W^T + bias; y is float32 if `wide`, else of x's type.
-void llmserve_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const Weight* weight, const void* bias, void* y, int wide) {
+void llmserve_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const Weight* weight, const void* bias,
+                     void* y, int wide) {
     with_type(dtype, [&](auto number) {
         using T = decltype(number);
         const int64_t outputs = weight->outputs;
@@ -132,11 +134,12 @@ void llmserve_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, c
     });
 }
 
-// ---- rows ------------------------------------------------------------------------------------------------------------
+// ---- rows
+// ------------------------------------------------------------------------------------------------------------
 
 // to = rms_norm(x + residual), total = x + residual; without a residual only the norm of x.
-void llmserve_rms_norm(int dtype, const void* x, const void* residual, const float* weight, void* to, void* total, int64_t rows,
-                       int64_t size, float eps) {
+void llmserve_rms_norm(int dtype, const void* x, const void* residual, const float* weight, void* to, void* total,
+                       int64_t rows, int64_t size, float eps) {
     with_type(dtype, [&](auto number) {
         using T = decltype(number);
         for_rows(rows, size, [&](int64_t r) {
@@ -145,7 +148,10 @@ void llmserve_rms_norm(int dtype, const void* x, const void* residual, const flo
                 T* sum = static_cast<T*>(total) + r * size;
                 for (int64_t i = 0; i < size; i += kLanes) {
                     const __mmask16 lanes = first_lanes(static_cast<int>(size - i));
-                    store(sum + i, _mm512_add_ps(load(from + i, lanes), load(static_cast<const T*>(residual) + r * size + i, lanes)), lanes);
+                    store(sum + i,
+                          _mm512_add_ps(load(from + i, lanes),
+                                        load(static_cast<const T*>(residual) + r * size + i, lanes)),
+                          lanes);
                 }
                 from = sum;
             }
@@ -158,19 +164,21 @@ void llmserve_activate_and_multiply(int dtype, const void* x, void* y, int64_t r
     with_type(dtype, [&](auto number) {
         using T = decltype(number);
         for_rows(rows, size, [&](int64_t r) {
-            activate_and_multiply(static_cast<const T*>(x) + r * 2 * size, static_cast<T*>(y) + r * size, size, static_cast<Activation>(activation));
+            activate_and_multiply(static_cast<const T*>(x) + r * 2 * size, static_cast<T*>(y) + r * size, size,
+                                  static_cast<Activation>(activation));
         });
     });
 }
 
 // Rotates x [tokens, heads, head_dim] in place.
-void llmserve_rotary(int dtype, void* x, int64_t tokens, int64_t heads, int64_t head_dim, const int64_t* positions, const float* cos_sin,
-                     int64_t rotary_dim) {
+void llmserve_rotary(int dtype, void* x, int64_t tokens, int64_t heads, int64_t head_dim, const int64_t* positions,
+                     const float* cos_sin, int64_t rotary_dim) {
     with_type(dtype, [&](auto number) {
         using T = decltype(number);
         for_rows(tokens, heads * head_dim, [&](int64_t t) {
             for (int64_t h = 0; h < heads; ++h) {
-                rotate(static_cast<T*>(x) + (t * heads + h) * head_dim, cos_sin + positions[t] * rotary_dim, rotary_dim / 2);
+                rotate(static_cast<T*>(x) + (t * heads + h) * head_dim, cos_sin + positions[t] * rotary_dim,
+                       rotary_dim / 2);
             }
         });
     });
@@ -184,21 +192,23 @@ void llmserve_argmax(const float* logits, int64_t* tokens, float* best, int64_t 
 }
 
 // tokens [n]: one drawn from each of the rows of scores [size], none of which may be all -inf or hold a NaN.
-void llmserve_draw(const float* const* rows, const float* best, const DrawParams* params, int64_t* tokens, int64_t n, int64_t size) {
+void llmserve_draw(const float* const* rows, const float* best, const DrawParams* params, int64_t* tokens, int64_t n,
+                   int64_t size) {
     for_rows(n, size, [&](int64_t r) {
         thread_local Sampler sampler;
         tokens[r] = sampler.draw(rows[r], size, best[r], params[r]);
     });
 }
 
-// ---- attention ---------------------------------------------------------------------------------------------------------
+// ---- attention
+// ---------------------------------------------------------------------------------------------------------
 
 Handle* llmserve_plan_new() { return new Handle; }
 void llmserve_plan_delete(Handle* handle) { delete handle; }
 
 // What the batch points to must stay until the next plan.
-void llmserve_plan_make(Handle* handle, const Batch* batch, int sequences, const int32_t* query_start, const int32_t* seq_lens,
-                        int kv_heads, int group) {
+void llmserve_plan_make(Handle* handle, const Batch* batch, int sequences, const int32_t* query_start,
+                        const int32_t* seq_lens, int kv_heads, int group) {
     handle->plan.make(*batch, sequences, query_start, seq_lens, kv_heads, group, crew->size);
 }
 
@@ -216,7 +226,8 @@ void llmserve_attention(int dtype, Handle* handle, const AttentionCall* call) {
         using T = decltype(number);
         const Plan& plan = handle->plan;
         const int d = call->head_dim;
-        const Pages<T> pages{static_cast<T*>(call->keys), static_cast<T*>(call->values), call->kv_heads, d, call->page_size};
+        const Pages<T> pages{static_cast<T*>(call->keys), static_cast<T*>(call->values), call->kv_heads, d,
+                             call->page_size};
         const Attention<T> attention(pages, plan.batch, call->spec, call->heads);
         AttentionMemory<T>& memory = handle->memory<T>();
         plan.reserve(memory, crew->size, d);
@@ -235,7 +246,8 @@ void llmserve_attention(int dtype, Handle* handle, const AttentionCall* call) {
     });
 }
 
-// ---- the decoder -------------------------------------------------------------------------------------------------------
+// ---- the decoder
+// -------------------------------------------------------------------------------------------------------
 
 AnyDecoder* llmserve_decoder_new(int dtype, const ModelDesc* model, const LayerDesc* layers, int count) {
     AnyDecoder* decoder = nullptr;

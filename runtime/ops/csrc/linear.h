@@ -13,15 +13,21 @@ struct Following {
     int panels = 0;
 };
 
-// How the panels and the rows of a product are shared: a task is one panel (of each half, if gated) and a block of rows.
+// How the panels and the rows of a product are shared: a task is one panel (of each half, if gated) and a block of
+// rows.
 template <class T>
 class Shares {
   public:
     const int panels, blocks, tasks;
 
     Shares(const Walk& walk, const Weight& weight, const Following& following, int rows, int panels)
-        : panels(panels), blocks(row_blocks(rows, panels, walk.threads, block_rows(weight))), tasks(panels * blocks),
-          walk_(walk), weight_(weight), following_(following), rows_(rows) {}
+        : panels(panels),
+          blocks(row_blocks(rows, panels, walk.threads, block_rows(weight))),
+          tasks(panels * blocks),
+          walk_(walk),
+          weight_(weight),
+          following_(following),
+          rows_(rows) {}
 
     int panel(int task) const { return task % panels; }
     int first_row(int task) const { return static_cast<int>(static_cast<int64_t>(rows_) * (task / panels) / blocks); }
@@ -42,11 +48,11 @@ class Shares {
     const int rows_;
 };
 
-// The panels of a layer times the rows of x. finish(row, column, sums) gets 64 consecutive outputs of a row: sums[4] of 16.
-// The first panels of `following` are fetched while the last ones of this layer are multiplied.
+// The panels of a layer times the rows of x. finish(row, column, sums) gets 64 consecutive outputs of a row: sums[4]
+// of 16. The first panels of `following` are fetched while the last ones of this layer are multiplied.
 template <class T, class Finish>
-void multiply_rows(Walk& walk, const T* x, int64_t row_stride, int rows, const Weight& weight, const Following& following,
-                   Finish&& finish) {
+void multiply_rows(Walk& walk, const T* x, int64_t row_stride, int rows, const Weight& weight,
+                   const Following& following, Finish&& finish) {
     const Shares<T> shares(walk, weight, following, rows, static_cast<int>(weight.panels()));
     const Product<T> product(x, row_stride, rows, weight);
     walk.phase(shares.tasks, [&](int task) {
@@ -67,8 +73,8 @@ void write_outputs(Out* to, int column, int64_t width, const __m512 (&sums)[4], 
 
 // to = activation(gate) * up, where gate and up are the two halves of the layer's outputs and each fills whole panels.
 template <class T>
-void multiply_gated(Walk& walk, const T* x, int64_t row_stride, int rows, const Weight& weight, const T* bias, Activation activation,
-                    T* to, const Following& following) {
+void multiply_gated(Walk& walk, const T* x, int64_t row_stride, int rows, const Weight& weight, const T* bias,
+                    Activation activation, T* to, const Following& following) {
     const int half = static_cast<int>(weight.outputs / 2);
     const Shares<T> shares(walk, weight, following, rows, half / kPanel);
     const Product<T> product(x, row_stride, rows, weight);
@@ -85,7 +91,9 @@ void multiply_gated(Walk& walk, const T* x, int64_t row_stride, int rows, const 
             for (int c = 0; c < 4; ++c) {
                 const int column = panel * kPanel + c * kLanes;
                 __m512 gate = _mm512_load_ps(gates + row * kPanel + c * kLanes), value = sums[c];
-                if (bias) gate = _mm512_add_ps(gate, load(bias + column)), value = _mm512_add_ps(value, load(bias + half + column));
+                if (bias)
+                    gate = _mm512_add_ps(gate, load(bias + column)),
+                    value = _mm512_add_ps(value, load(bias + half + column));
                 store(to + (first + row) * half + column, _mm512_mul_ps(activate(gate, activation), value));
             }
         });

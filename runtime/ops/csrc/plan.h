@@ -23,7 +23,8 @@ class Plan {
     Batch batch{};
 
     // query_start [sequences + 1], seq_lens [sequences]; `group` query heads share a KV head.
-    void make(const Batch& step, int sequences, const int32_t* query_start, const int32_t* seq_lens, int kv_heads, int group, int threads) {
+    void make(const Batch& step, int sequences, const int32_t* query_start, const int32_t* seq_lens, int kv_heads,
+              int group, int threads) {
         batch = step;
         kv_heads_ = kv_heads;
         group_ = group;
@@ -46,14 +47,16 @@ class Plan {
 
     template <class T>
     void reserve(AttentionMemory<T>& memory, int workers, int head_dim) const {
-        while (static_cast<int>(memory.of_worker.size()) < workers) memory.of_worker.push_back(std::make_unique<Scratch<T>>());
+        while (static_cast<int>(memory.of_worker.size()) < workers)
+            memory.of_worker.push_back(std::make_unique<Scratch<T>>());
         for (auto& scratch : memory.of_worker) scratch->reserve(rows_, head_dim);
         memory.partial.reserve(partials_ * kv_heads_ * Sums::size(rows_, head_dim));
         const size_t counters = blocks_.size() * kv_heads_;
         if (memory.finished.size() < counters) memory.finished = std::vector<std::atomic<int>>(counters);
     }
 
-    // One phase. Queries [T, heads * D] with a stride in numbers; out likewise. The memory has been reserved for this plan.
+    // One phase. Queries [T, heads * D] with a stride in numbers; out likewise. The memory has been reserved for this
+    // plan.
     template <class T>
     void attend(Walk& walk, const Attention<T>& attention, int head_dim, const T* queries, int64_t query_stride, T* out,
                 int64_t out_stride, AttentionMemory<T>& memory) const {
@@ -66,10 +69,13 @@ class Plan {
             const Sums all(scratch.all.data(), rows), span(scratch.span.data(), rows);
             attention.gather(block, kv_head, queries, query_stride, scratch.queries.data());
             auto partial = [&](int index) {
-                return Sums(memory.partial.data() + ((task.partials + index) * kv_heads_ + kv_head) * Sums::size(rows_, head_dim), rows);
+                return Sums(memory.partial.data() +
+                                ((task.partials + index) * kv_heads_ + kv_head) * Sums::size(rows_, head_dim),
+                            rows);
             };
             if (task.span >= 0) {  // leave the sums of one span; whoever is last merges
-                attention.sum_span(block, kv_head, task.span * kSpan, task.span * kSpan + kSpan, scratch, partial(task.span));
+                attention.sum_span(block, kv_head, task.span * kSpan, task.span * kSpan + kSpan, scratch,
+                                   partial(task.span));
                 std::atomic<int>& finished = memory.finished[task.block * kv_heads_ + kv_head];
                 if (++finished < spans(keys)) return;
                 finished = 0;

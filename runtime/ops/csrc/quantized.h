@@ -1,5 +1,5 @@
-// Weights in the blocks of a GGUF file (Q4_0, Q4_1 and Q8_0 of llama.cpp's ggml-common.h): 32 inputs of one output share a scale
-// and, in Q4_1, a least value. They stay as small as in the file; only their order is the kernels'.
+// Weights in the blocks of a GGUF file (Q4_0, Q4_1 and Q8_0 of llama.cpp's ggml-common.h): 32 inputs of one output
+// share a scale and, in Q4_1, a least value. They stay as small as in the file; only their order is the kernels'.
 #pragma once
 
 #include <array>
@@ -11,12 +11,14 @@ namespace llmserve {
 
 enum class Format : int64_t { plain = 0, q4_0 = 2, q4_1 = 3, q8_0 = 8 };  // by GGML's numbers; plain: a panel of gemm.h
 
-constexpr int kGroup = 32;        // inputs of a block
+constexpr int kGroup = 32;  // inputs of a block
 constexpr int kPairs = kGroup / 2;
-constexpr int kDirectRows = 12;   // 12 registers for the sums of a block, 12 for those of all blocks
+constexpr int kDirectRows = 12;  // 12 registers for the sums of a block, 12 for those of all blocks
 
 inline float half_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
-inline __m512 load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline __m512 load_halves(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 
 // A number of each of 16 outputs, twice in a row: of the first 8, and of the rest.
 struct Doubled {
@@ -24,12 +26,13 @@ struct Doubled {
 
     explicit Doubled(__m512 v)
         : low(_mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), v)),
-          high(_mm512_permutexvar_ps(_mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15), v)) {}
+          high(_mm512_permutexvar_ps(_mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15),
+                                     v)) {}
 };
 
-// A tile holds one block of each of 16 outputs. Its codes are whole numbers, exact in bf16: a weight is scale * code, plus the
-// least value where the format has one. codes(f) calls f(i, those of the inputs 2i and 2i + 1, an output in each 32-bit lane), and
-// weights(f) likewise with the weights, rounded to bf16.
+// A tile holds one block of each of 16 outputs. Its codes are whole numbers, exact in bf16: a weight is scale * code,
+// plus the least value where the format has one. codes(f) calls f(i, those of the inputs 2i and 2i + 1, an output in
+// each 32-bit lane), and weights(f) likewise with the weights, rounded to bf16.
 template <Format format>
 struct Tile {
     static constexpr bool has_least = format == Format::q4_1;
@@ -38,11 +41,13 @@ struct Tile {
 
     uint16_t scale[kLanes];
     uint16_t least_[has_least ? kLanes : 0];
-    uint16_t nibbles[4][2 * kLanes];  // the lowest nibble of [z][2 * output + i] is input 8z + i, the next 8z + i + 2, ...
+    uint16_t nibbles[4]
+                    [2 * kLanes];  // the lowest nibble of [z][2 * output + i] is input 8z + i, the next 8z + i + 2, ...
 
     template <class F>
     void codes(F&& f) const {
-        // the lookup ignores what lies above the fifth bit of an index, and the table repeats: the nibbles need no masks
+        // the lookup ignores what lies above the fifth bit of an index, and the table repeats: the nibbles need no
+        // masks
         static constexpr auto table = [] {
             std::array<uint16_t, 32> bits{};
             for (int i = 0; i < 32; ++i) bits[i] = std::bit_cast<uint32_t>(static_cast<float>(i % 16 - kZero)) >> 16;
@@ -59,15 +64,20 @@ struct Tile {
 
     template <class F>
     void weights(F&& f) const {
-        const __m512 values = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_ps(kZero));
+        const __m512 values =
+            _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_ps(kZero));
         const Doubled scales(load_halves(scale)), leasts(least());
         for (int z = 0; z < 4; ++z) {
-            const auto words = [&](int half) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(nibbles[z]) + half)); };
+            const auto words = [&](int half) {
+                return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(nibbles[z]) + half));
+            };
             const __m512i low = words(0), high = words(1);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; ++j) {
-                f(4 * z + j, narrow(_mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(low, 4 * j), values), scales.low, leasts.low),
-                                    _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(high, 4 * j), values), scales.high, leasts.high)));
+                f(4 * z + j, narrow(_mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(low, 4 * j), values),
+                                                    scales.low, leasts.low),
+                                    _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(high, 4 * j), values),
+                                                    scales.high, leasts.high)));
             }
         }
     }
@@ -117,11 +127,13 @@ struct Tile<Format::q8_0> {
     void weights(F&& f) const {
         const Doubled scales(load_halves(scale));
 #pragma GCC unroll 16
-        for (int i = 0; i < kPairs; ++i) f(i, narrow(_mm512_mul_ps(widened(i, 0), scales.low), _mm512_mul_ps(widened(i, kLanes / 2), scales.high)));
+        for (int i = 0; i < kPairs; ++i)
+            f(i, narrow(_mm512_mul_ps(widened(i, 0), scales.low), _mm512_mul_ps(widened(i, kLanes / 2), scales.high)));
     }
 
     __m512 widened(int pair, int lane) const {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes[pair][lane]))));
+        return _mm512_cvtepi32_ps(
+            _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes[pair][lane]))));
     }
 
     void set(int lane, const uint8_t* block) {
@@ -129,16 +141,21 @@ struct Tile<Format::q8_0> {
         for (int i = 0; i < kPairs; ++i) std::memcpy(bytes[i][lane], block + 2 + 2 * i, 2);
     }
 
-    float value(int lane, int input) const { return half_to_float(scale[lane]) * static_cast<float>(bytes[input / 2][lane][input % 2]); }
+    float value(int lane, int input) const {
+        return half_to_float(scale[lane]) * static_cast<float>(bytes[input / 2][lane][input % 2]);
+    }
 };
 
 // Calls f with the tile type of a format that is not plain.
 template <class F>
 inline auto with_tile(Format format, F&& f) {
     switch (format) {
-        case Format::q4_0: return f(Tile<Format::q4_0>{});
-        case Format::q4_1: return f(Tile<Format::q4_1>{});
-        default: return f(Tile<Format::q8_0>{});
+        case Format::q4_0:
+            return f(Tile<Format::q4_0>{});
+        case Format::q4_1:
+            return f(Tile<Format::q4_1>{});
+        default:
+            return f(Tile<Format::q8_0>{});
     }
 }
 
@@ -148,7 +165,8 @@ void pack_blocks(const uint8_t* rows, T* panel, int64_t outputs, int64_t blocks)
     for (int64_t output = 0; output < 4 * kLanes; ++output) {
         for (int64_t b = 0; b < blocks; ++b) {
             const uint8_t zero[T::block_bytes] = {};
-            panel[output / kLanes * blocks + b].set(output % kLanes, output < outputs ? rows + (output * blocks + b) * T::block_bytes : zero);
+            panel[output / kLanes * blocks + b].set(
+                output % kLanes, output < outputs ? rows + (output * blocks + b) * T::block_bytes : zero);
         }
     }
 }
@@ -159,7 +177,8 @@ void unpack_blocks(const T* panel, bf16* to, int64_t blocks) {
     for (int c = 0; c < 4; ++c) {
         for (int64_t b = 0; b < blocks; ++b) {
             const T& tile = panel[c * blocks + b];
-            for (size_t line = 0; line < sizeof(T); line += 64) _mm_prefetch(reinterpret_cast<const char*>(&tile + 8) + line, _MM_HINT_T0);
+            for (size_t line = 0; line < sizeof(T); line += 64)
+                _mm_prefetch(reinterpret_cast<const char*>(&tile + 8) + line, _MM_HINT_T0);
             bf16* at = to + (b * kPairs * 4 + c) * 2 * kLanes;
             tile.weights([&](int i, __m512i pairs) { _mm512_storeu_si512(at + i * 8 * kLanes, pairs); });
         }
@@ -176,28 +195,32 @@ inline void sum_blocks(const bf16* x, int64_t row_stride, int rows, int64_t bloc
     }
 }
 
-// to[r][0 .. 15] (a row of `to` has 64 numbers) = x[r] times the 16 outputs of some tiles, with nothing rounded on the way: the
-// products with the codes of a block are summed, then scaled. `next` is where the tiles lie that will be read after these.
+// to[r][0 .. 15] (a row of `to` has 64 numbers) = x[r] times the 16 outputs of some tiles, with nothing rounded on the
+// way: the products with the codes of a block are summed, then scaled. `next` is where the tiles lie that will be read
+// after these.
 template <class T, int Rows>
-__attribute__((noinline)) void multiply_tiles(const bf16* x, int64_t row_stride, const float* block_sums, const T* tiles, int64_t blocks,
-                                              const T* next, float* to) {
+__attribute__((noinline)) void multiply_tiles(const bf16* x, int64_t row_stride, const float* block_sums,
+                                              const T* tiles, int64_t blocks, const T* next, float* to) {
     constexpr int64_t ahead = 8;
     __m512 totals[Rows];
     for (auto& total : totals) total = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; ++b) {
-        const char* coming = reinterpret_cast<const char*>(b + ahead < blocks ? tiles + b + ahead : next + (b + ahead - blocks));
+        const char* coming =
+            reinterpret_cast<const char*>(b + ahead < blocks ? tiles + b + ahead : next + (b + ahead - blocks));
         for (size_t line = 0; line < sizeof(T); line += 64) _mm_prefetch(coming + line, _MM_HINT_T0);
         __m512 sums[Rows];
         for (auto& sum : sums) sum = _mm512_setzero_ps();
         tiles[b].codes([&](int i, __m512i codes) {
 #pragma GCC unroll 12
-            for (int r = 0; r < Rows; ++r) sums[r] = multiply_add<bf16>(sums[r], codes, broadcast(x + r * row_stride + b * kGroup + 2 * i));
+            for (int r = 0; r < Rows; ++r)
+                sums[r] = multiply_add<bf16>(sums[r], codes, broadcast(x + r * row_stride + b * kGroup + 2 * i));
         });
         const __m512 scale = load_halves(tiles[b].scale);
 #pragma GCC unroll 12
         for (int r = 0; r < Rows; ++r) {
             totals[r] = _mm512_fmadd_ps(sums[r], scale, totals[r]);
-            if constexpr (T::has_least) totals[r] = _mm512_fmadd_ps(_mm512_set1_ps(block_sums[r * blocks + b]), tiles[b].least(), totals[r]);
+            if constexpr (T::has_least)
+                totals[r] = _mm512_fmadd_ps(_mm512_set1_ps(block_sums[r * blocks + b]), tiles[b].least(), totals[r]);
         }
     }
     for (int r = 0; r < Rows; ++r) _mm512_store_ps(to + r * 4 * kLanes, totals[r]);

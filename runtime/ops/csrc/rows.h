@@ -15,7 +15,8 @@ void rms_norm(const In* from, Out* to, const float* weight, int64_t size, float 
         const __m512 v = load(from + i, first_lanes(size - i));
         squares = _mm512_fmadd_ps(v, v, squares);
     }
-    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + eps));
+    const __m512 scale =
+        _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + eps));
     for (int64_t i = 0; i < size; i += kLanes) {
         const __mmask16 lanes = first_lanes(size - i);
         store(to + i, _mm512_mul_ps(_mm512_mul_ps(load(from + i, lanes), scale), load(weight + i, lanes)), lanes);
@@ -38,7 +39,8 @@ enum class Activation : int { silu = 0, gelu_tanh = 1 };
 
 inline __m512 activate(__m512 x, Activation activation) {
     __m512 y = x;
-    if (activation == Activation::gelu_tanh) {  // 0.5 x (1 + tanh(y / 2)) is x sigmoid(y), which loses nothing for x << 0
+    if (activation ==
+        Activation::gelu_tanh) {  // 0.5 x (1 + tanh(y / 2)) is x sigmoid(y), which loses nothing for x << 0
         const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
         y = _mm512_mul_ps(_mm512_set1_ps(1.5957691216057308f), _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cube, x));
     }
@@ -50,7 +52,8 @@ template <class T>
 void activate_and_multiply(const T* gate_up, T* to, int64_t size, Activation activation) {
     for (int64_t i = 0; i < size; i += kLanes) {
         const __mmask16 lanes = first_lanes(size - i);
-        store(to + i, _mm512_mul_ps(activate(load(gate_up + i, lanes), activation), load(gate_up + size + i, lanes)), lanes);
+        store(to + i, _mm512_mul_ps(activate(load(gate_up + i, lanes), activation), load(gate_up + size + i, lanes)),
+              lanes);
     }
 }
 
@@ -67,7 +70,8 @@ inline int64_t argmax(const float* row, int64_t size) {
     for (int64_t i = 0; i < size; i += kLanes) {
         const __mmask16 lanes = first_lanes(size - i);
         const __m512 v = load(row + i, lanes);
-        const __mmask16 hit = nan ? _mm512_mask_cmp_ps_mask(lanes, v, v, _CMP_UNORD_Q) : _mm512_mask_cmp_ps_mask(lanes, v, top, _CMP_EQ_OQ);
+        const __mmask16 hit = nan ? _mm512_mask_cmp_ps_mask(lanes, v, v, _CMP_UNORD_Q)
+                                  : _mm512_mask_cmp_ps_mask(lanes, v, top, _CMP_EQ_OQ);
         if (hit) return i + __builtin_ctz(hit);
     }
     return 0;

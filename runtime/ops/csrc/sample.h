@@ -1,4 +1,5 @@
-// The draw of a token from one row of scores: what engine/sampler.py's `draw` defines, without a sort of the vocabulary.
+// The draw of a token from one row of scores: what engine/sampler.py's `draw` defines, without a sort of the
+// vocabulary.
 #pragma once
 
 #include <algorithm>
@@ -11,15 +12,16 @@ namespace llmserve {
 
 struct DrawParams {
     float temperature;
-    float top_p;  // 1: off
-    float min_p;  // 0: off
+    float top_p;    // 1: off
+    float min_p;    // 0: off
     int32_t top_k;  // 0: off
     double number;  // in [0, 1)
 };
 
 class Sampler {
   public:
-    // The token at which the cumulative distribution of the filtered scores passes `number`. `best` is the largest score.
+    // The token at which the cumulative distribution of the filtered scores passes `number`. `best` is the largest
+    // score.
     int64_t draw(const float* scores, int64_t size, float best, const DrawParams& params) {
         const bool by_rank = (params.top_k > 0 && params.top_k < size) || params.top_p < 1.0f;
         const double total = weigh(scores, size, best, params.temperature, by_rank ? 0.0f : params.min_p);
@@ -38,11 +40,13 @@ class Sampler {
   private:
     static constexpr int64_t kRun = 512;  // weights that are summed together
 
-    // weights = e^((score - best) / temperature), so that the likeliest token's is 1, and 0 below `least`; returns their sum.
+    // weights = e^((score - best) / temperature), so that the likeliest token's is 1, and 0 below `least`; returns
+    // their sum.
     double weigh(const float* scores, int64_t size, float best, float temperature, float least) {
         weights_.reserve((size + kLanes) / kLanes * kLanes);
         runs_.clear();
-        const __m512 top = _mm512_set1_ps(best), slope = _mm512_set1_ps(1.0f / temperature), floor = _mm512_set1_ps(least);
+        const __m512 top = _mm512_set1_ps(best), slope = _mm512_set1_ps(1.0f / temperature),
+                     floor = _mm512_set1_ps(least);
         double total = 0.0;
         for (int64_t start = 0; start < size; start += kRun) {
             __m512 sum = _mm512_setzero_ps();
@@ -59,7 +63,8 @@ class Sampler {
         return total;
     }
 
-    // The first token at which the sum of the weights is above `target`; the last that has a weight where rounding denies it.
+    // The first token at which the sum of the weights is above `target`; the last that has a weight where rounding
+    // denies it.
     int64_t pass(int64_t size, double target) const {
         double passed = 0.0;
         int64_t run = 0;
@@ -73,10 +78,13 @@ class Sampler {
         return 0;
     }
 
-    // kept = the indices, in order, that pass top_k, then top_p, then min_p. Only as many of the likeliest are sorted as it takes.
+    // kept = the indices, in order, that pass top_k, then top_p, then min_p. Only as many of the likeliest are sorted
+    // as it takes.
     void keep_likeliest(int64_t size, double total, const DrawParams& params) {
         const float* weights = weights_.data();
-        const auto heavier = [weights](int32_t a, int32_t b) { return weights[a] != weights[b] ? weights[a] > weights[b] : a < b; };
+        const auto heavier = [weights](int32_t a, int32_t b) {
+            return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
+        };
         const size_t wanted = params.top_k > 0 && params.top_k < size ? params.top_k : 0;
         for (float least = 0.05f;; least = least > 1e-6f ? least * 0.02f : -1.0f) {
             double sum = 0.0;
@@ -97,7 +105,8 @@ class Sampler {
         }
         double likelier = 0.0;
         size_t count = 0;
-        while (count < kept_.size() && (count == 0 || params.top_p >= 1.0f || likelier < params.top_p * total)) likelier += weights[kept_[count++]];
+        while (count < kept_.size() && (count == 0 || params.top_p >= 1.0f || likelier < params.top_p * total))
+            likelier += weights[kept_[count++]];
         while (count > 1 && weights[kept_[count - 1]] < params.min_p) --count;
         kept_.resize(count);
         std::sort(kept_.begin(), kept_.end());
@@ -112,7 +121,8 @@ class Sampler {
             const __mmask16 hit = _mm512_mask_cmp_ps_mask(lanes, v, _mm512_set1_ps(least), _CMP_GE_OQ);
             if (!hit) continue;
             sum += _mm512_mask_reduce_add_ps(hit, v);
-            _mm512_storeu_si512(found, _mm512_maskz_compress_epi32(hit, _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int>(i)))));
+            _mm512_storeu_si512(found, _mm512_maskz_compress_epi32(
+                                           hit, _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int>(i)))));
             kept_.insert(kept_.end(), found, found + __builtin_popcount(hit));
         }
     }

@@ -1,4 +1,5 @@
-// The two number types of the kernels, and how 16 lanes of them are read, multiplied and written. AVX-512; no kernels here.
+// The two number types of the kernels, and how 16 lanes of them are read, multiplied and written. AVX-512; no kernels
+// here.
 #pragma once
 
 #include <immintrin.h>
@@ -33,7 +34,8 @@ inline __m256i narrow(__m512 v) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000)), 16));
+    return _mm512_cvtepi32_epi16(
+        _mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000)), 16));
 #endif
 }
 
@@ -90,8 +92,10 @@ inline __m512 multiply_add<bf16>(__m512 sum, __m512i a, __m512i b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 #else
     const __m512i high = _mm512_set1_epi32(0xffff0000);
-    sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), sum);
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)), _mm512_castsi512_ps(_mm512_and_si512(b, high)), sum);
+    sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)),
+                          sum);
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
+                           _mm512_castsi512_ps(_mm512_and_si512(b, high)), sum);
 #endif
 }
 
@@ -114,7 +118,8 @@ inline __m512 exp2(__m512 x) {
 inline __m512 exp(__m512 x) {
     x = _mm512_max_ps(x, _mm512_set1_ps(-110.0f));
     x = _mm512_min_ps(x, _mm512_set1_ps(88.8f));
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)),
+                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
     __m512 p = _mm512_set1_ps(1.9875691500e-4f);

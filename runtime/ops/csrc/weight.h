@@ -19,7 +19,9 @@ struct Weight {
     template <class T>
     int64_t panel_bytes() const {
         if (format == Format::plain) return kPanel * inputs * static_cast<int64_t>(sizeof(T));
-        return with_tile(format, [&](auto tile) { return kPanel / kLanes * (inputs / kGroup) * static_cast<int64_t>(sizeof(tile)); });
+        return with_tile(format, [&](auto tile) {
+            return kPanel / kLanes * (inputs / kGroup) * static_cast<int64_t>(sizeof(tile));
+        });
     }
 
     template <class T>
@@ -37,7 +39,8 @@ struct Weight {
         }
         with_tile(format, [&](auto tile) {
             const int64_t blocks = inputs / kGroup;
-            const auto* tiles = reinterpret_cast<const decltype(tile)*>(panel<T>(output / kPanel)) + output % kPanel / kLanes * blocks;
+            const auto* tiles =
+                reinterpret_cast<const decltype(tile)*>(panel<T>(output / kPanel)) + output % kPanel / kLanes * blocks;
             for (int64_t i = 0; i < inputs; ++i) to[i] = tiles[i / kGroup].value(output % kLanes, i % kGroup);
         });
     }
@@ -49,12 +52,13 @@ inline int block_rows(const Weight& weight) {
     return std::max<int>(kBlockRows, (512 << 10) / (2 * static_cast<int>(weight.inputs)));
 }
 
-// What a thread needs to multiply rows of x [rows, inputs] with panels. A few rows read the blocks as they are, without rounding;
-// for more it is faster to unpack a panel first.
+// What a thread needs to multiply rows of x [rows, inputs] with panels. A few rows read the blocks as they are, without
+// rounding; for more it is faster to unpack a panel first.
 template <class T>
 class Product {
   public:
-    Product(const T* x, int64_t row_stride, int rows, const Weight& weight) : x_(x), row_stride_(row_stride), weight_(weight) {
+    Product(const T* x, int64_t row_stride, int rows, const Weight& weight)
+        : x_(x), row_stride_(row_stride), weight_(weight) {
         if constexpr (sizeof(T) == 2) {
             direct_ = weight.format != Format::plain && rows <= kDirectRows;
             if (!direct_ || weight.format != Format::q4_1) return;
@@ -64,7 +68,8 @@ class Product {
         }
     }
 
-    // finish(row, sums) for each row of [first, first + rows) and its 64 sums. `next` is the panel that probably comes next, or null.
+    // finish(row, sums) for each row of [first, first + rows) and its 64 sums. `next` is the panel that probably comes
+    // next, or null.
     template <class Finish>
     void multiply(int first, int rows, int64_t panel, const Ahead& next, Finish&& finish) const {
         const T* x = x_ + first * row_stride_;
@@ -74,7 +79,8 @@ class Product {
             if (weight_.format != Format::plain) {
                 memory().panel.reserve(kPanel * weight_.inputs);
                 with_tile(weight_.format, [&](auto tile) {
-                    unpack_blocks(reinterpret_cast<const decltype(tile)*>(data), memory().panel.data(), weight_.inputs / kGroup);
+                    unpack_blocks(reinterpret_cast<const decltype(tile)*>(data), memory().panel.data(),
+                                  weight_.inputs / kGroup);
                 });
                 data = reinterpret_cast<const char*>(memory().panel.data());
             }
@@ -103,8 +109,10 @@ class Product {
             with_count<kDirectRows>(rows, [&](auto count) {
                 for (int c = 0; c < 4; ++c) {
                     const Tiles* of_group = tiles + c * blocks;
-                    const Tiles* following = c < 3 || !next.data ? of_group + blocks : reinterpret_cast<const Tiles*>(next.data);
-                    multiply_tiles<Tiles, count>(x, row_stride_, memory().sums.data(), of_group, blocks, following, products + c * kLanes);
+                    const Tiles* following =
+                        c < 3 || !next.data ? of_group + blocks : reinterpret_cast<const Tiles*>(next.data);
+                    multiply_tiles<Tiles, count>(x, row_stride_, memory().sums.data(), of_group, blocks, following,
+                                                 products + c * kLanes);
                 }
             });
         });
