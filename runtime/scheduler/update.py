@@ -117,6 +117,8 @@ class WeightUpdates:
                 yield RpcProgress(stage="pausing", done=len(scheduler.table.running), unit="running")
             if request.decision:
                 yield from self._until_decided(request.decision)
+            else:
+                yield RpcProgress(stage="exchanging")  # is told at once: who has left by now has cancelled
             try:
                 scheduler.worker.swap.commit()
             except Exception as error:

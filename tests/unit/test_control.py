@@ -709,6 +709,20 @@ def test_a_caller_who_leaves_cancels_before_the_commit(monkeypatch: pytest.Monke
     assert isinstance(harness.update(), UpdateWeightReqOutput)
 
 
+def test_a_caller_who_leaves_at_the_last_moment_cancels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two reports of progress, when everything has been read and nothing runs."""
+    harness = Updated(monkeypatch)
+    harness.swap.may_read.clear()
+    client = harness.call(UpdateWeightReqInput(model_path="/models/new"))
+    harness.turn()
+    harness.swap.may_read.set()
+    wait_for(lambda: harness.control._updates._staging is not None and harness.control._updates._staging.ended)
+    harness.transport.gone.add(client)
+    while harness.server.pending:
+        harness.turn()
+    harness.check_old_serves()
+
+
 def test_a_deadline_while_it_pauses_cancels_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Updated(monkeypatch)
     harness.start_running("a")
