@@ -65,6 +65,8 @@ INLINE_TEXT_LENGTH = 4096
 TOKENIZER_THREADS = 2
 SHOWN_TEXT_LENGTH = 200
 FLUSH_INTERVAL_S = 0.01
+SILENCE_S = 2.0
+"""A scheduler speaks every second: what it said so long ago is no news of what it does."""
 LAST_ROWS_S = 0.5
 """A dead replica's rows have come from the detokenizer by then."""
 TOKEN_BYTES = 4
@@ -230,7 +232,8 @@ class TokenizerManager:
     def awaits_rows(self) -> bool:
         """Whether requests are open that the scheduler has ended: their last rows are on the way, or lost."""
         metrics = self.scheduler_metrics
-        return bool(self._in_flight) and metrics is not None and metrics.running + metrics.waiting == 0
+        idle = metrics is not None and metrics.running + metrics.waiting == 0
+        return bool(self._in_flight) and idle and time.monotonic() - self._heard < SILENCE_S
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -476,10 +479,12 @@ class TokenizerManager:
             idle = message.running + message.waiting == 0 or message.state == "paused"
             if (idle and not self.awaits_rows) or before is None or message.steps_total != before.steps_total:
                 self._moved = self._heard
-            if message.state == "draining" and self.state == "ready":
+            total = self.scheduler_metrics
+            draining = total is not None and total.state == "draining"  # all of them, where there are several
+            if draining and self.state == "ready":
                 self.drain()
                 self._drains_with_scheduler = True
-            elif message.state != "draining" and self.state == "draining" and self._drains_with_scheduler:
+            elif not draining and self.state == "draining" and self._drains_with_scheduler:
                 self.state = "ready"
             if self._watchers:
                 self._watchers.offer(self.http_metrics())
