@@ -12,8 +12,7 @@ constexpr int kPanel = 64;      // outputs in a panel
 constexpr int kTileRows = 6;    // 6 x 4 registers of sums, 4 of weights, 1 of x: 29 of the 32
 constexpr int kBlockRows = 96;  // rows of a task: x [96, 1536] in bf16 stays in the second-level cache
 
-// sums[r][c] += sum over steps of x[r] times weights(step, c), c counting groups of 16 columns. `hint(step)` may
-// prefetch.
+// sums[r][c] += sum over steps of x[r] times weights(step, c), c counting groups of 16 columns. hint(step) prefetches.
 template <class T, int Rows, int Columns, class Weights, class Hint>
 inline __attribute__((always_inline)) void multiply(__m512 (&sums)[Rows][Columns], const T* x, int64_t row_stride,
                                                     int steps, Weights&& weights, Hint&& hint) {
@@ -50,8 +49,7 @@ inline void with_rows(int rows, F&& f) {
     }
 }
 
-// Into how many blocks the rows of x are split: blocks of `block_rows`, or fewer rows where there are few panels to
-// share.
+// Into how many blocks the rows of x are split: of `block_rows`, or of fewer rows where there are few panels to share.
 inline int row_blocks(int rows, int panels, int threads, int block_rows) {
     const int enough = (4 * threads + panels - 1) / panels;
     const int most = std::max(1, rows / (2 * kTileRows));

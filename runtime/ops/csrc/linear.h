@@ -13,8 +13,7 @@ struct Following {
     int panels = 0;
 };
 
-// How the panels and the rows of a product are shared: a task is one panel (of each half, if gated) and a block of
-// rows.
+// How a product is shared: a task is one panel (of each half, if gated) and a block of rows.
 template <class T>
 class Shares {
   public:

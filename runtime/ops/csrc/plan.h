@@ -55,8 +55,7 @@ class Plan {
         if (memory.finished.size() < counters) memory.finished = std::vector<std::atomic<int>>(counters);
     }
 
-    // One phase. Queries [T, heads * D] with a stride in numbers; out likewise. The memory has been reserved for this
-    // plan.
+    // One phase. Queries and out are [T, heads * D], with strides. The memory has been reserved for this plan.
     template <class T>
     void attend(Walk& walk, const Attention<T>& attention, int head_dim, const T* queries, int64_t query_stride, T* out,
                 int64_t out_stride, AttentionMemory<T>& memory) const {

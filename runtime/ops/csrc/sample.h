@@ -1,5 +1,4 @@
-// The draw of a token from one row of scores: what engine/sampler.py's `draw` defines, without a sort of the
-// vocabulary.
+// The draw of a token from a row of scores: what engine/sampler.py's `draw` defines, without sorting the vocabulary.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +19,7 @@ struct DrawParams {
 
 class Sampler {
   public:
-    // The token at which the cumulative distribution of the filtered scores passes `number`. `best` is the largest
-    // score.
+    // The token at which the cumulative distribution of the filtered scores passes `number`; `best` is the largest one.
     int64_t draw(const float* scores, int64_t size, float best, const DrawParams& params) {
         const bool by_rank = (params.top_k > 0 && params.top_k < size) || params.top_p < 1.0f;
         const double total = weigh(scores, size, best, params.temperature, by_rank ? 0.0f : params.min_p);

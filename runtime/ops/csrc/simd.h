@@ -1,5 +1,4 @@
-// The two number types of the kernels, and how 16 lanes of them are read, multiplied and written. AVX-512; no kernels
-// here.
+// The two number types of the kernels, and how 16 lanes of them are read, multiplied and written, with AVX-512.
 #pragma once
 
 #include <immintrin.h>
