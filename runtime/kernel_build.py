@@ -1,7 +1,8 @@
 """Builds the native kernels (csrc/) for this machine's CPU, once, into the user's cache.
 
-`python -m llmserve.runtime.kernel_build` builds them ahead of the first use; ops/native.py loads them. Nothing here
-needs torch, so that the compiler can work while torch is imported.
+`python -m llmserve.runtime.kernel_build` builds them ahead of the first use and keeps them with the virtual
+environment, so that the loss of a cache costs no compilation; ops/native.py loads them. Nothing here needs torch, so
+that the compiler can work while torch is imported.
 """
 
 import contextlib
@@ -32,8 +33,11 @@ class BuildError(Exception):
     """Why there are no native kernels; the text is for the log."""
 
 
-def built_library() -> Path:
-    """The library for these sources, CPU and compiler; built now if it is not in the cache. Raises BuildError."""
+def built_library(directory: Path | None = None) -> Path:
+    """The library for these sources, CPU and compiler, built into `directory` if there is none. Raises BuildError.
+
+    By default one that set-up has built is taken where there is one, and the user's cache is where it is built.
+    """
     cpu_flags = _cpu_flags()
     missing = NEEDED_CPU_FLAGS - cpu_flags
     if missing:
@@ -41,8 +45,13 @@ def built_library() -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise BuildError("there is no C++ compiler (g++, c++ or clang++)")
-    directory = Path(platformdirs.user_cache_dir("llmserve")) / "kernels"
-    library = directory / f"{_digest(compiler, cpu_flags)}.so"
+    name = f"{_digest(compiler, cpu_flags)}.so"
+    if directory is None:
+        prepared = environment_directory() / name
+        if prepared.exists():
+            return prepared
+        directory = Path(platformdirs.user_cache_dir("llmserve")) / "kernels"
+    library = directory / name
     if library.exists():
         return library
     try:
@@ -54,6 +63,11 @@ def built_library() -> Path:
     except OSError as error:
         raise BuildError(f"the kernels cannot be built in {directory}: {error}") from error
     return library
+
+
+def environment_directory() -> Path:
+    """Where set-up keeps the library: with the virtual environment that it is for."""
+    return Path(sys.prefix) / "share" / "llmserve" / "kernels"
 
 
 def begin_build() -> None:
@@ -99,8 +113,9 @@ def _cpu_flags() -> frozenset[str]:
 
 def main() -> int:
     """Builds and says where, or says why not; the server runs without, only slower, so this is no failure."""
+    in_environment = sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK)
     try:
-        print(built_library())
+        print(built_library(environment_directory() if in_environment else None))
     except BuildError as error:
         print(f"no native kernels: {error}; torch's own will be used", file=sys.stderr)
     return 0

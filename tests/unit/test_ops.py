@@ -155,3 +155,15 @@ def test_the_library_is_built_once_and_again_when_a_source_changes(
     with pytest.raises(kernel_build.BuildError, match="failed"):
         kernel_build.built_library()
     assert sorted(path.suffix for path in first.parent.iterdir()) == ["", ".so", ".so"]
+
+
+def test_a_library_that_set_up_built_needs_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "kernels.cpp").write_text("int answer;\n")
+    monkeypatch.setattr(kernel_build, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(kernel_build, "environment_directory", lambda: tmp_path / "environment")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    prepared = kernel_build.built_library(kernel_build.environment_directory())
+    assert prepared.parent == tmp_path / "environment"
+    assert kernel_build.built_library() == prepared
+    assert not (tmp_path / "cache").exists()
