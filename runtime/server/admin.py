@@ -74,12 +74,13 @@ class ContinueBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def add_routes(app: FastAPI, rpc: Replicas) -> None:
-    async def call(request: ControlRequest[AnswerT], timeout_s: float = TIMEOUT_S) -> Response:
-        """The scheduler's answer; with several replicas {"replicas": [...]}."""
+    async def call(request: ControlRequest[AnswerT], timeout_s: float = TIMEOUT_S, failed: int = 500) -> Response:
+        """The scheduler's answer; with several replicas {"replicas": [...]}. `failed`: the status of a failure."""
         try:
             answers = await rpc.each(request, timeout_s)
         except RpcCallError as error:
-            raise RequestError(STATUSES[error.code], error.message, code=error.code) from None
+            status = failed if error.code == "failed" else STATUSES[error.code]
+            raise RequestError(status, error.message, code=error.code) from None
         found = [msgspec.structs.asdict(answer) for answer in answers]
         return json_response(found[0] if len(found) == 1 else {"replicas": found})
 
@@ -106,7 +107,8 @@ def add_routes(app: FastAPI, rpc: Replicas) -> None:
     async def update_weights_from_disk(request: Request) -> Response:
         """Swaps the weights for those of another checkpoint of the same model, or leaves them as they are."""
         body = await read_json(request, UpdateWeightsBody)
-        return await call(UpdateWeightReqInput(**msgspec.structs.asdict(body)), LONG_TIMEOUT_S)
+        # What fails is the checkpoint: it is missing, damaged, or of another model.
+        return await call(UpdateWeightReqInput(**msgspec.structs.asdict(body)), LONG_TIMEOUT_S, failed=400)
 
     @app.post("/pause_generation", openapi_extra=operation(PauseBody))
     async def pause_generation(request: Request) -> Response:

@@ -26,18 +26,25 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 async def read_json(request: Request, kind: type[T]) -> T:
     """The body as `kind`. Raises RequestError 415 for another content type and 400 for anything that does not fit.
 
-    A browser sends JSON to another site only after asking (CORS), but text and forms without: hence no leniency here.
+    A browser sends JSON to another site only after asking (CORS), but text, forms or nothing without: hence no leniency
+    here, but for no body at all, an empty object, from what is no browser, as it names no origin.
     """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    content_type = request.headers.get("content-type", "")
+    if not content_type and "origin" not in request.headers and not await request.body():
+        return _decoded(b"{}", kind)
+    if content_type.partition(";")[0].strip().lower() != "application/json":
         raise RequestError(
             415,
             "the body must be JSON: send it with the header `Content-Type: application/json`",
             type="invalid_request_error",
             code="unsupported_content_type",
         )
+    return _decoded(await request.body(), kind)
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(await request.body(), type=kind)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from None
     except msgspec.DecodeError as error:

@@ -137,6 +137,19 @@ async def test_a_refusal_has_its_status_and_its_words(app: App, code: Any) -> No
     assert response.json()["error"]["code"] == code
 
 
+async def test_a_checkpoint_that_fails_is_the_callers_mistake(app: App) -> None:
+    app.rpc.answer = RpcCallError("failed", "cannot read /m")
+    assert (await app.post("/update_weights_from_disk", {"model_path": "/m"})).status_code == 400
+
+
+async def test_no_body_is_an_empty_one_unless_a_web_page_sends_it(app: App) -> None:
+    app.rpc.answer = FlushCacheReqOutput(pages_freed=1, bytes_freed=2)
+    assert (await app.http.post("/flush_cache")).status_code == 200
+    assert app.rpc.calls[-1][0] == FlushCacheReqInput()
+    assert (await app.http.post("/flush_cache", headers={"Origin": "http://elsewhere"})).status_code == 415
+    assert len(app.rpc.calls) == 1
+
+
 def test_every_error_code_has_a_status() -> None:
     assert STATUSES.keys() == EXIT_CODES.keys()
 
