@@ -92,6 +92,7 @@ class Stack:
         self._detokenizer: ChildProcess
         self._failure: asyncio.Future[LaunchError] | None = None
         self._watchdog: asyncio.Task[None] | None = None
+        self._replica_watchdogs: list[asyncio.Task[None]] = []
         self._stopping = False
 
     # ---- start -----------------------------------------------------------------------------------------------------
@@ -150,6 +151,8 @@ class Stack:
         self._front.ready(int(self.facts["max_model_len"]), self._detokenizer.pid)
         self.tokenizer_manager = self._front
         self._watchdog = asyncio.create_task(self._watch())
+        if args.dp_size > 1 and args.watchdog_timeout:
+            self._replica_watchdogs = [asyncio.create_task(self._watch_replica(n)) for n in range(args.dp_size)]
 
     def announce_ready(self) -> None:
         """Requests are taken from now on, and whoever waits for that may know."""
@@ -249,21 +252,18 @@ class Stack:
         timeout = self.args.watchdog_timeout
         if timeout == 0:
             return
-        tick = min(timeout / WATCHDOG_TICKS, 1.0)
         seen: SchedulerMetrics | None = None
         front, batches = self.tokenizer_manager, 0
-        looked = moved = time.monotonic()
+        several = self.args.dp_size > 1  # each of which is watched for itself
+        still = Standstill(min(timeout / WATCHDOG_TICKS, 1.0))
         while True:
-            await asyncio.sleep(tick)
-            now = time.monotonic()
-            # A main process that stood still itself (SIGSTOP, a suspended machine) has not listened meanwhile.
-            moved += max(0.0, now - looked - 2 * tick)
-            looked = now
+            seconds = await still.seconds()
             latest = front.scheduler_metrics
             delivers = not front.awaits_rows or front.batches_received != batches
-            if latest is not None and made_progress(seen, latest) and delivers:
-                seen, moved, batches = latest, now, front.batches_received
-            if now - moved > timeout:
+            if delivers and (several or (latest is not None and made_progress(seen, latest))):
+                seen, batches = latest, front.batches_received
+                still.end()
+            elif seconds > timeout:
                 for child in self._children:
                     child.dump_stacks()
                 await asyncio.sleep(STACKS_WAIT_S)
@@ -271,6 +271,27 @@ class Stack:
                 fault = f"{scheduler} made no step" if delivers else f"{self._detokenizer} delivered nothing"
                 self._fail(f"the {fault} for {timeout:g} s; its stacks are in the log")
                 return
+
+    async def _watch_replica(self, replica: int) -> None:
+        """Where there are several: ends one that has work but makes no step, or says nothing, for watchdog_timeout."""
+        timeout = self.args.watchdog_timeout
+        seen: SchedulerMetrics | None = None
+        still = Standstill(min(timeout / WATCHDOG_TICKS, 1.0))
+        schedulers = self.tokenizer_manager.schedulers
+        while replica in schedulers.routing.alive:
+            seconds = await still.seconds()
+            latest = schedulers.metrics.get(replica)
+            if latest is not None and made_progress(seen, latest):
+                seen = latest
+                still.end()
+            elif seconds > timeout:
+                ranks = [rank for rank, place in self._ranks.items() if place.dp_rank == replica]
+                for rank in ranks:
+                    rank.dump_stacks()
+                await asyncio.sleep(STACKS_WAIT_S)
+                reason = f"the {ranks[0]} made no step for {timeout:g} s; its stacks are in the log"
+                if not self._lose_replica(replica, reason):
+                    self._fail(reason)
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
@@ -293,6 +314,8 @@ class Stack:
         self._stopping = True
         if self._watchdog is not None:
             self._watchdog.cancel()
+        for watchdog in self._replica_watchdogs:
+            watchdog.cancel()
         if self._front is not None:
             await self._front.close()
         await asyncio.gather(*(child.wait_killed() for child in self._children))
@@ -304,6 +327,29 @@ class Stack:
         for child in self._children:
             child.kill()
         self.instance.release()
+
+
+class Standstill:
+    """How long something that is looked at every `tick` seconds has stood still, by a clock that does so with us.
+
+    A main process that was stopped (SIGSTOP, a suspended machine) has not listened meanwhile.
+    """
+
+    def __init__(self, tick: float) -> None:
+        self._tick = tick
+        self._began = self._looked = time.monotonic()
+
+    async def seconds(self) -> float:
+        """Since the last `end`, after another tick."""
+        await asyncio.sleep(self._tick)
+        now = time.monotonic()
+        self._began += max(0.0, now - self._looked - 2 * self._tick)
+        self._looked = now
+        return now - self._began
+
+    def end(self) -> None:
+        """It has moved."""
+        self._began = self._looked
 
 
 def made_progress(before: SchedulerMetrics | None, now: SchedulerMetrics) -> bool:

@@ -290,6 +290,18 @@ def test_a_dead_replica_takes_only_its_own_requests(own_root: Path, long_model: 
         assert_gone(processes, 1)
 
 
+def test_a_rank_that_stands_still_ends_its_replica_alone(own_root: Path, long_model: Path) -> None:
+    options = ("--dp-size", "2", "--tp-size", "2", "--watchdog-timeout", "2", *RANKS)
+    with launched(own_root, "twins", str(long_model), *options) as instance, load(instance, FOREVER) as requests:
+        stopped = time.monotonic()
+        rank_process(instance, "scheduler-dp1-pp0-tp1").suspend()
+        wait_until(lambda: sum(not request.going for request in requests) == 2, 8, "the end of its requests")
+        assert time.monotonic() - stopped >= 2
+        lost = [request.error for request in requests if not request.going]
+        assert all(error is not None and "scheduler-dp1-pp0-tp0" in error["message"] for error in lost)
+        assert text(instance, "Still here")
+
+
 # ---- what cannot be ------------------------------------------------------------------------------------------------
 
 
