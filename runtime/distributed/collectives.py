@@ -44,7 +44,8 @@ def _exchange(x: Tensor, group: Group) -> None:
         for rank, part in parts.items():
             distributed.recv(part, group_src=rank, group=handle)
         for work in sent:
-            work.wait()
+            if work is not None:
+                work.wait()
     except RuntimeError as error:
         raise RankLost(_first_line(error)) from error
     parts[group.rank] = own
