@@ -209,6 +209,7 @@ class Rank(TpModelWorker):
         if succeeded and not everywhere:
             commit_weights(self.model)
         discard_weights(self.model)
+        self.count_weights()
         return everywhere
 
     def discard_weights(self) -> None:
@@ -395,6 +396,7 @@ class RankedSwap:
         self._leader.tell(Commit())
         if not self._leader.rank.commit_weights():
             raise RuntimeError("a rank could not exchange its weights")
+        self._leader.info = self._leader.rank.info
         self.checkpoint = new
 
     def discard(self) -> None:

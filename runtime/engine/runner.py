@@ -39,7 +39,7 @@ def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) 
     if isinstance(model, Decoder) and isinstance(attention, NativeAttention) and runs_natively(model):
         model = NativeDecoder(model, attention)
     worker = TpModelWorker(model, attention, info, device)
-    worker.swap = ModelSwap(model, checkpoint)
+    worker.swap = ModelSwap(worker, checkpoint)
     warm_up(worker, progress)
     return worker
 

@@ -9,16 +9,17 @@ from llmserve.runtime.engine.weights import (
     preflight,
     stage_weights,
 )
+from llmserve.runtime.engine.worker import TpModelWorker
 from llmserve.runtime.models.hub import Checkpoint
-from llmserve.runtime.models.registry import CausalLM
 
 
 class ModelSwap:
     """A WeightSwap. `checkpoint` is the one that serves."""
 
-    def __init__(self, model: CausalLM, checkpoint: Checkpoint) -> None:
+    def __init__(self, worker: TpModelWorker, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._model = model
+        self._worker = worker
+        self._model = worker.model
         self._staged: Checkpoint | None = None
 
     def differences(self, new: Checkpoint) -> list[str]:
@@ -35,6 +36,7 @@ class ModelSwap:
     def commit(self) -> None:
         assert self._staged is not None, "nothing is staged"
         commit_weights(self._model)
+        self._worker.count_weights()
         self.checkpoint = self._staged
         self.discard()
 

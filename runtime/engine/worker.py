@@ -24,6 +24,7 @@ from llmserve.runtime.engine.batch import (
 )
 from llmserve.runtime.engine.forward import make_forward_batch
 from llmserve.runtime.engine.sampler import logprobs_of, sample
+from llmserve.runtime.engine.weights import weight_bytes
 from llmserve.runtime.models.registry import CausalLM
 
 PROMPT_LOGPROB_ROWS = 128
@@ -41,6 +42,10 @@ class TpModelWorker:
         self.model = model
         self._attention = attention
         self._device = device
+
+    def count_weights(self) -> None:
+        """What the weights take may change with a swap: a file's blocks are smaller than values."""
+        self.info = msgspec.structs.replace(self.info, weight_bytes=weight_bytes(self.model))
 
     def submit(self, plan: StepPlan) -> "Future[StepResult]":
         handle: Future[StepResult] = Future()

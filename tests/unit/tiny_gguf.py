@@ -33,8 +33,12 @@ def write_gguf(
     floats: Mapping[str, float] = {},
     integers: Mapping[str, int] = {},
     tensors: Mapping[str, np.ndarray] = {},
+    exceptions: Mapping[str, GGMLQuantizationType] = {},
 ) -> Path:
-    """Writes the single-file checkpoint in a directory to `path`, with further metadata and tensors."""
+    """Writes the single-file checkpoint in a directory to `path`, with further metadata and tensors.
+
+    `exceptions`: the quantization of the matrices whose names end so.
+    """
     config = json.loads((checkpoint / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -52,6 +56,7 @@ def write_gguf(
         assert target is not None, name
         values = _converted(name, tensor, config)
         kind = quantization if values.ndim == 2 else GGMLQuantizationType.F32
+        kind = next((other for end, other in exceptions.items() if name.endswith(end)), kind)
         writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
