@@ -1,6 +1,7 @@
 // The C interface that native.py calls. Arrays are contiguous unless a stride (in numbers) says otherwise; the caller
 // checks shapes. dtype 0 is float32, 1 bfloat16.
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <memory>
 
@@ -12,6 +13,7 @@ using namespace llmserve;
 namespace {
 
 std::unique_ptr<Crew> crew;
+pid_t crew_process;  // whose threads the crew's are
 
 template <class F>
 void with_type(int dtype, F&& f) {
@@ -54,7 +56,10 @@ struct Handle {
 extern "C" {
 
 void llmserve_set_threads(int threads) {
-    if (!crew || crew->size != threads) crew = std::make_unique<Crew>(threads);
+    if (crew && crew->size == threads && crew_process == getpid()) return;
+    if (crew && crew_process != getpid()) crew.release();  // its threads are not in a forked process: nothing to join
+    crew = std::make_unique<Crew>(threads);
+    crew_process = getpid();
 }
 
 // Asks for huge pages in memory that nothing has touched yet; the system may not give them.
