@@ -4,6 +4,8 @@ Every rank reads the same names in the same order. A rank that fails goes on rec
 that they never wait for each other.
 """
 
+from collections import deque
+
 import msgspec
 import torch
 from torch import Tensor
@@ -15,7 +17,9 @@ from llmserve.runtime.engine.checkpoint import Source
 from llmserve.runtime.models.configs import TensorInfo
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8)
-_END = -1
+BATCH_BYTES = 8 << 20
+"""Small tensors travel together, up to so many bytes: a message costs a millisecond where the cores are busy."""
+BATCH_TENSORS = 64
 
 
 class ReaderEnded(Exception):
@@ -25,7 +29,8 @@ class ReaderEnded(Exception):
 class SharedSource:
     """A Source. `source` is the open checkpoint on rank 0 of `group`, and None on the others, which open no file.
 
-    On the way is a header, int64 [2]: the tensor's number in `tensors` or _END, and its dtype; and then the tensor.
+    On the way is a batch: a header, int64 [1 + 2 * BATCH_TENSORS] with the count (0: that was the last one) and each
+    tensor's number in `tensors` and dtype; and then all their bytes. Every rank calls `end`.
     """
 
     def __init__(self, source: Source | None, group: Group, device: torch.device) -> None:
@@ -33,45 +38,93 @@ class SharedSource:
         self._group = group
         self._device = device
         self._ended = False
+        self._waiting: deque[tuple[int, Tensor]] = deque()
+        """Read and not sent, or received and not taken: numbers and tensors."""
+        self._waiting_bytes = 0
+        self._buffer = torch.empty(BATCH_BYTES, dtype=torch.uint8, device=device)
+        """For each batch of several tensors in turn: new memory for each would be more than its sum after a while."""
         self.tensors: dict[str, TensorInfo] = self._share_catalog()
         self._names = list(self.tensors)
+        self._numbers = {name: number for number, name in enumerate(self._names)}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """As Source.read, on the ranks' device. Raises ReaderEnded on the ranks that receive."""
-        if self._source is None:
-            received = self._receive()
-            if received is None:
-                raise ReaderEnded
-            return received
-        tensor = self._source.read(name, dtype)
-        self._header(self._names.index(name), _DTYPES.index(tensor.dtype))
-        return broadcast(tensor.to(self._device).contiguous(), self._group)
+        """As Source.read, on the ranks' device; good until the next read. Raises ReaderEnded on those that receive."""
+        if self._source is not None:
+            tensor = self._source.read(name, dtype).to(self._device).contiguous()
+            self._put(self._numbers[name], tensor)
+            return tensor
+        if not self._waiting and not self._receive():
+            raise ReaderEnded
+        number, tensor = self._waiting.popleft()
+        assert self._names[number] == name, "the ranks read in the same order"
+        return tensor
 
     def end(self, succeeded: bool) -> bool:
         """Ends the reading on this rank, and says whether all ranks have succeeded."""
         if self._source is not None:
-            self._header(_END, 0)
+            self._send()
+            self._header([])
         else:
-            while not self._ended and self._receive() is not None:
+            while not self._ended and self._receive():
                 pass
+        self._waiting.clear()
         return bool(least(int(succeeded), self._group, self._device))
 
-    def _receive(self) -> Tensor | None:
-        """The next tensor; None when there is none any more."""
-        number, dtype = self._header(0, 0)
-        if number == _END:
-            self._ended = True
-            return None
-        info = self.tensors[self._names[number]]
-        shape = info.shape
-        if _DTYPES[dtype] == torch.uint8:
-            shape = (shape[0], info.nbytes // shape[0])
-        return broadcast(torch.empty(shape, dtype=_DTYPES[dtype], device=self._device), self._group)
+    def _put(self, number: int, tensor: Tensor) -> None:
+        size = _aligned(tensor.nbytes)
+        if self._waiting_bytes + size > BATCH_BYTES or len(self._waiting) == BATCH_TENSORS:
+            self._send()
+        self._waiting.append((number, tensor))
+        self._waiting_bytes += size
+        if self._waiting_bytes > BATCH_BYTES:
+            self._send()
 
-    def _header(self, number: int, dtype: int) -> tuple[int, int]:
-        header = broadcast(torch.tensor([number, dtype], device=self._device), self._group, "plan")
-        number, dtype = header.tolist()
-        return number, dtype
+    def _send(self) -> None:
+        if not self._waiting:
+            return
+        self._header([(number, _DTYPES.index(tensor.dtype)) for number, tensor in self._waiting])
+        parts = [tensor.flatten().view(torch.uint8) for _, tensor in self._waiting]
+        data = parts[0]
+        if len(parts) > 1:
+            data, start = self._buffer[: self._waiting_bytes], 0
+            for part in parts:
+                data[start : start + len(part)] = part
+                start += _aligned(len(part))
+        broadcast(data, self._group)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def _receive(self) -> bool:
+        """Takes the next batch. False when there is none any more."""
+        self._waiting.clear()  # what nobody has taken goes before more comes
+        entries = self._header([])
+        self._ended = not entries
+        if self._ended:
+            return False
+        sizes = [self._shape(number, dtype).numel() * dtype.itemsize for number, dtype in entries]
+        steps = [_aligned(size) for size in sizes] if len(sizes) > 1 else sizes
+        data = self._buffer[: sum(steps)]
+        if len(sizes) == 1:
+            data = torch.empty(sizes[0], dtype=torch.uint8, device=self._device)
+        broadcast(data, self._group)
+        for (number, dtype), size, part in zip(entries, sizes, torch.split(data, steps), strict=True):
+            self._waiting.append((number, part[:size].view(dtype).view(self._shape(number, dtype))))
+        return True
+
+    def _shape(self, number: int, dtype: torch.dtype) -> torch.Size:
+        """Of a tensor as it travels; one of blocks is a matrix of bytes."""
+        info = self.tensors[self._names[number]]
+        if dtype == torch.uint8:
+            return torch.Size((info.shape[0], info.nbytes // info.shape[0]))
+        return torch.Size(info.shape)
+
+    def _header(self, entries: list[tuple[int, int]]) -> list[tuple[int, torch.dtype]]:
+        """Rank 0's entries, on every rank."""
+        flat = [len(entries), *(value for entry in entries for value in entry)]
+        header = torch.zeros(1 + 2 * BATCH_TENSORS, dtype=torch.int64)
+        header[: len(flat)] = torch.tensor(flat)
+        count, *values = broadcast(header.to(self._device), self._group, "plan").tolist()
+        return [(values[2 * i], _DTYPES[values[2 * i + 1]]) for i in range(count)]
 
     def _share_catalog(self) -> dict[str, TensorInfo]:
         data = b"" if self._source is None else msgspec.msgpack.encode(self._source.tensors)
@@ -82,6 +135,11 @@ class SharedSource:
             frame = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         shared = bytes(broadcast(frame, self._group, "plan").cpu().numpy().tobytes())
         return msgspec.msgpack.decode(shared, type=dict[str, TensorInfo])
+
+
+def _aligned(nbytes: int) -> int:
+    """So that what follows can be viewed as any dtype."""
+    return nbytes + -nbytes % 8
 
 
 def same_everywhere(data: bytes, what: str, group: Group, device: torch.device) -> None:

@@ -73,6 +73,8 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: Progress, to
         waiting[id(slot.weight)] -= 1
         if not waiting[id(slot.weight)]:
             slot.weight.commit()
+    if isinstance(source, SharedSource):
+        source.end(True)
 
 
 def weights_of(model: CausalLM) -> list[Weight]:
