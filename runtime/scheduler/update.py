@@ -89,9 +89,7 @@ class WeightUpdates:
             checkpoint = _checked(staging, request)
             paused_s = 0.0
             if not request.dry_run:
-                paused_s = yield from self._exchange(request)
-                self.model_path = checkpoint.path
-                log.info("weights updated version=%d path=%s", scheduler.weight_version, checkpoint.path)
+                paused_s = yield from self._exchange(request, checkpoint)
         except BaseException:
             staging.cancel()
             if request.decision:
@@ -107,7 +105,9 @@ class WeightUpdates:
             differences=tuple(staging.differences),
         )
 
-    def _exchange(self, request: UpdateWeightReqInput) -> Generator[RpcProgress, None, float]:
+    def _exchange(
+        self, request: UpdateWeightReqInput, checkpoint: hub.Checkpoint
+    ) -> Generator[RpcProgress, None, float]:
         """Pauses as the operator has chosen, commits, and goes on as before. Returns the seconds without steps."""
         scheduler = self._scheduler
         pause_before, began = scheduler.pause_mode, scheduler.now()
@@ -116,7 +116,12 @@ class WeightUpdates:
             while not scheduler.quiet:
                 yield RpcProgress(stage="pausing", done=len(scheduler.table.running), unit="running")
             if request.decision:
-                yield from self._until_decided(request.decision)
+                try:
+                    yield from self._until_decided(request.decision)
+                except GeneratorExit:
+                    if decide(self._directory, request.decision, "abort") == "abort":
+                        raise
+                    # The caller has left too late: another replica may have heard the word already.
             else:
                 yield RpcProgress(stage="exchanging")  # is told at once: who has left by now has cancelled
             try:
@@ -128,6 +133,8 @@ class WeightUpdates:
                 raise Refusal("failed", f"the exchange failed ({error}); the old weights serve on") from None
             scheduler.weight_version += 1
             scheduler.flush()  # nothing runs, so no prefix that the old weights computed is left
+            self.model_path = checkpoint.path
+            log.info("weights updated version=%d path=%s", scheduler.weight_version, checkpoint.path)
         finally:
             scheduler.pause_mode = pause_before
         return scheduler.now() - began
@@ -141,19 +148,9 @@ class WeightUpdates:
             raise Refusal("invalid", f"this is one of {replicas} replicas, which are updated together or not at all")
 
     def _until_decided(self, name: str) -> Generator[RpcProgress, None, None]:
-        """Returns when all replicas go on. Raises Refusal when one does not; a caller who leaves is one that does not.
-
-        A caller who leaves too late does not stop it any more.
-        """
-        word = decided(self._directory, name)
-        try:
-            while word is None:
-                yield RpcProgress(stage="prepared")
-                word = decided(self._directory, name)
-        except GeneratorExit:
-            if decide(self._directory, name, "abort") == "abort":
-                raise
-            return
+        """Returns when all replicas go on. Raises Refusal when one does not."""
+        while (word := decided(self._directory, name)) is None:
+            yield RpcProgress(stage="prepared")
         if word == "abort":
             raise Refusal("failed", "another replica does not take the new weights; the old ones serve on")
 

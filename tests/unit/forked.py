@@ -15,11 +15,17 @@ SECONDS = 55.0
 
 
 def run_ranks(
-    tp_size: int, pp_size: int, rendezvous: Path, work: Callable[..., Any], *arguments: object, timeout_s: float = 50
+    tp_size: int,
+    pp_size: int,
+    rendezvous: Path,
+    work: Callable[..., Any],
+    *arguments: object,
+    first_is_enough: bool = False,
+    timeout_s: float = 50,
 ) -> list[Any]:
     """What `work(topology, *arguments)` returns on each rank; fails the test when one raises or all take too long.
 
-    Rank 0's result is enough: the others are killed then if they go on. One that has raised counts as an end.
+    `first_is_enough`: only one rank returns, and then the others, which follow it for ever, are killed.
     """
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
@@ -44,7 +50,7 @@ def run_ranks(
             rank, succeeded, value = results.get(timeout=SECONDS)
             assert succeeded, f"rank {rank}: {value}"
             found[rank] = value
-            if rank == 0 and work.__name__ == "lead_or_follow":
+            if first_is_enough:
                 break
     finally:
         for process in ranks:

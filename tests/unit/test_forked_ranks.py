@@ -5,7 +5,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from forked import run_ranks
 from scheduler_harness import Harness
 
@@ -15,8 +17,10 @@ from llmserve.runtime.distributed.groups import Topology
 from llmserve.runtime.engine.batch import Worker
 from llmserve.runtime.engine.ranks import Leader, follow
 from llmserve.runtime.engine.runner import create_rank, create_worker
+from llmserve.runtime.engine.weights import load_weights, weight_bytes
 from llmserve.runtime.messages import AbortReqInput, LogprobOptions, SamplingParams
 from llmserve.runtime.models import hub
+from llmserve.runtime.models.registry import build_model
 
 FAMILIES = {"llama": {}, "qwen3": {"tie_word_embeddings": True}, "gemma3_text": {"num_key_value_heads": 1}}
 PROMPTS = 40
@@ -97,7 +101,7 @@ def single(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
     @functools.cache
     def run(family: str) -> dict[str, Any]:
-        (result,) = run_ranks(1, 1, root / family, lead_or_follow, arguments(models[family]))
+        (result,) = run_ranks(1, 1, root / family, lead_or_follow, arguments(models[family]), first_is_enough=True)
         return dict(result)
 
     return run
@@ -114,7 +118,7 @@ def test_many_ranks_say_what_one_says(
 ) -> None:
     args = arguments(models[family], tp_size=tp_size, pp_size=pp_size)
     expected = single(family)
-    (found,) = run_ranks(tp_size, pp_size, tmp_path / "ranks", lead_or_follow, args)
+    (found,) = run_ranks(tp_size, pp_size, tmp_path / "ranks", lead_or_follow, args, first_is_enough=True)
     assert found["cached"] > 0
     assert found["retractions"] > 0
     for i in range(PROMPTS):
@@ -129,12 +133,41 @@ def test_the_default_model_on_three_ranks(tmp_path: Path) -> None:
     """It has nine heads and three KV heads."""
     options: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 1024, "threads": 1}
     model, count, longest = hub.default_model(), 4, 8  # on a busy machine a step of 60 collectives takes a second
-    (expected,) = run_ranks(1, 1, tmp_path / "one", lead_or_follow, ServerArgs(model=model, **options), count, longest)
+    (expected,) = run_ranks(
+        1, 1, tmp_path / "one", lead_or_follow, ServerArgs(model=model, **options), count, longest, first_is_enough=True
+    )
     (found,) = run_ranks(
-        3, 1, tmp_path / "three", lead_or_follow, ServerArgs(model=model, tp_size=3, **options), count, longest
+        3,
+        1,
+        tmp_path / "three",
+        lead_or_follow,
+        ServerArgs(model=model, tp_size=3, **options),
+        count,
+        longest,
+        first_is_enough=True,
     )
     kept = [i for i in range(count) if i not in ABORTED]
     assert [found["outputs"][i] for i in kept] == [expected["outputs"][i] for i in kept]
     assert len(found["reports"]) == 3
     shares = [report.weight_bytes for report in found["reports"]]
     assert max(shares) - min(shares) < 0.01 * max(shares), "each has a third"
+
+
+def load_watched(topology: Topology, args: ServerArgs) -> tuple[int, int]:
+    """(bytes above what was there, own weight bytes) of a rank at the peak of its loading."""
+    checkpoint = hub.resolve(args.model)
+    model = build_model(checkpoint.config, torch.float32, torch.device("cpu"), 64, topology)
+    before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
+    load_weights(model, checkpoint, lambda done, total: None, topology)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak_kib,) = (int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return peak_kib * 1024 - before, weight_bytes(model)
+
+
+def test_a_rank_that_receives_needs_its_share_and_one_tensor(tmp_path: Path) -> None:
+    config = hub.resolve(hub.default_model()).config
+    largest = config.vocab_size * config.hidden_size * 4
+    _, *receivers = run_ranks(3, 1, tmp_path / "ranks", load_watched, ServerArgs(model=hub.default_model()))
+    for peak, own in receivers:
+        assert own <= peak < own + largest

@@ -1,0 +1,121 @@
+"""Which splits of a model there can be, where ranks run and where they meet."""
+
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from checkpoints import make_tiny
+from llmserve.runtime import ranks
+from llmserve.runtime.config import ConfigError, ServerArgs
+from llmserve.runtime.models.configs import ModelConfig
+from llmserve.runtime.models.hub import resolve
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    """4 heads, 2 KV heads, an MLP of 96, 3 layers."""
+    return resolve(str(make_tiny(tmp_path_factory.mktemp("model")))).config
+
+
+def args(**options: object) -> ServerArgs:
+    return ServerArgs.validated(model="m", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tp_size": 3}, "what works is 1, 2, 4"),
+        ({"tp_size": 8}, "4 heads, 2 KV heads"),
+        ({"pp_size": 4}, "--pp-size 4: the model has 3 layers"),
+    ],
+)
+def test_splits_that_the_model_does_not_allow(config: ModelConfig, options: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ranks.check_split(args(**options), config)
+
+
+def test_splits_that_it_allows(config: ModelConfig) -> None:
+    for tp_size in (1, 2, 4):
+        ranks.check_split(args(tp_size=tp_size, pp_size=3, device="cpu"), config)
+
+
+def test_a_norm_over_all_heads_cannot_be_split(config: ModelConfig) -> None:
+    olmo2 = msgspec.structs.replace(config, qk_norm="projection")
+    ranks.check_split(args(pp_size=3), olmo2)
+    with pytest.raises(ConfigError, match="use --tp-size 1, and --pp-size up to 3"):
+        ranks.check_split(args(tp_size=2), olmo2)
+
+
+def test_what_transformers_runs_can_only_be_replicated(config: ModelConfig) -> None:
+    other = msgspec.structs.replace(config, implementation="transformers")
+    ranks.check_split(args(dp_size=2), other)
+    with pytest.raises(ConfigError, match="--dp-size works"):
+        ranks.check_split(args(pp_size=2), other)
+
+
+def test_every_cuda_rank_needs_a_device(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "visible_devices", lambda: 3)
+    ranks.check_split(args(tp_size=2, device="cuda"), config)
+    ranks.check_split(args(tp_size=2, dp_size=2, device="cpu"), config)
+    with pytest.raises(ConfigError, match="4 ranks on this node need a CUDA device each and there are 3"):
+        ranks.check_split(args(tp_size=2, dp_size=2, device="cuda"), config)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"node_rank": 1}, "--node-rank 1: with --nnodes 1 it is between 0 and 0"),
+        ({"dist_init_addr": "h:1"}, "the ranks of one node need none"),
+        ({"nnodes": 2, "tp_size": 2}, "give --dist-init-addr HOST:PORT"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "h"}, "it has no port"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "h:x"}, "expected HOST:PORT"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "h:1", "nccl_port": 2}, "--nccl-port says 2"),
+        ({"nnodes": 2, "tp_size": 3, "dist_init_addr": "h:1"}, "what works is 1, 3"),
+        ({"nnodes": 2, "tp_size": 2, "dp_size": 2, "dist_init_addr": "h:1"}, "replicas lie on the node of the front"),
+        ({"nccl_port": 65535, "dp_size": 2}, "each of --dp-size replicas needs one"),
+    ],
+)
+def test_layouts_over_nodes_that_cannot_be(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        args(**options)
+
+
+def test_ranks_are_laid_out_stage_by_stage_over_nodes() -> None:
+    options = {"tp_size": 2, "pp_size": 2, "nnodes": 2, "dist_init_addr": "h:1"}
+    assert ranks.places(args(**options)) == [(0, 0, 0), (0, 0, 1)]
+    assert ranks.places(args(**options, node_rank=1)) == [(0, 1, 0), (0, 1, 1)]
+    assert ranks.places(args(dp_size=2, pp_size=2)) == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert ranks.threads_of(args()) == 8
+    assert ranks.threads_of(args(tp_size=3)) == 2
+    assert ranks.threads_of(args(tp_size=4, dp_size=4)) == 1
+    assert ranks.threads_of(args(tp_size=3, threads=5)) == 5
+
+
+def test_where_ranks_meet() -> None:
+    assert ranks.rendezvous(args(tp_size=2), "/run/x", 1) == "file:///run/x/ranks-1"
+    assert ranks.rendezvous(args(tp_size=2, nccl_port=4000, dp_size=2), "/run/x", 1) == "tcp://127.0.0.1:4001"
+    nodes = {"tp_size": 2, "nnodes": 2}
+    assert ranks.rendezvous(args(**nodes, dist_init_addr="h:5"), "/run/x", 0) == "tcp://h:5"
+    assert ranks.rendezvous(args(**nodes, dist_init_addr="h", nccl_port=6), "/run/x", 0) == "tcp://h:6"
+    assert ranks.rendezvous(args(**nodes, dist_init_addr="[::1]:5"), "/run/x", 0) == "tcp://[::1]:5"
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
+            ranks.check_ports(args(tp_size=2, nccl_port=port))
+    ranks.check_ports(args(tp_size=2, nccl_port=port))
+
+
+def test_traffic_of_one_node_stays_on_its_loopback(tmp_path: Path) -> None:
+    name = ranks.interface_of("127.0.0.1")
+    assert ranks.network_environment(args(tp_size=2)) == {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    assert name.startswith("lo")
+    assert ranks.interface_of("203.0.113.9") == ""
