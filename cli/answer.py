@@ -157,13 +157,17 @@ def base_url(record: "InstanceRecord") -> str:
 
 def events(response: "httpx.Response") -> Iterator[dict[str, Any]]:
     """The JSON payloads of an event stream up to its `[DONE]`; one cut off before that raises CommandError."""
-    for line in response.iter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        yield json.loads(data)
+    rest = b""
+    for part in response.iter_bytes():
+        # By newlines alone: httpx's iter_lines also ends a line at U+2028 and its like, which JSON may hold bare.
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            yield json.loads(data)
     raise CommandError("the server closed the connection before the answer ended", ExitCode.UNAVAILABLE)
 
 

@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
             self.event(event)
 
     def event(self, data: Any) -> None:
-        text = data if isinstance(data, str) else json.dumps(data)
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
         self.wfile.write(f"data: {text}\n\n".encode())
 
     def log_message(self, format: str, *args: Any) -> None: ...
@@ -86,6 +86,12 @@ def test_generate_prints_the_text_alone(front: Front) -> None:
         "stream_options": {"include_usage": True},
     }
     assert front.keys == [None]
+
+
+def test_a_line_separator_in_the_text_ends_no_event(front: Front) -> None:
+    front.pieces = ["one\u2028two", "\u0085three"]
+    result = run("generate", "Say it")
+    assert (result.code, result.out) == (0, "one\u2028two\u0085three\n")
 
 
 def test_chat_sends_its_options(front: Front) -> None:
