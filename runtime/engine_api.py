@@ -292,9 +292,8 @@ def generate_request(
     """The request for one prompt. Raises TypeError for an unknown option, RequestError 400 for one of a wrong type."""
     unknown = options.keys() - REQUEST_OPTIONS - set(SamplingParams.__struct_fields__)
     if unknown:
-        raise TypeError(
-            f"unknown option {min(unknown)!r}; known: {', '.join(sorted(REQUEST_OPTIONS))}, SamplingParams'"
-        )
+        known = sorted(REQUEST_OPTIONS | set(SamplingParams.__struct_fields__))
+        raise TypeError(f"unknown option {min(unknown)!r}; known: {', '.join(known)}")
     given = msgspec.structs.asdict(params or SamplingParams())
     given |= {name: value for name, value in options.items() if name not in REQUEST_OPTIONS}
     if isinstance(given["stop"], str):

@@ -19,7 +19,8 @@ SCHEMA_VERSION = 1
 WINDOW_S = 60.0
 """Quantiles and the hit rate are over this last time."""
 SHORT_S = 5.0
-"""Quantiles of less time than this would be of a handful of requests: those since the instance's start are given."""
+"""Quantiles of less time than this may be of a handful of tokens: of fewer than FEW, all since the start count."""
+FEW = 5
 RATE_S = 3.0
 """Rates are over this last time: short enough to see a change, long enough to be read."""
 BUBBLE_S = 10.0
@@ -207,8 +208,8 @@ class Model:
 
     @property
     def has_rates(self) -> bool:
-        """Whether there are two samples to compare, and the front's besides."""
-        return len(self._totals) >= 2 and bool(self._http)
+        """Whether there are two samples to compare, of the scheduler and of the front."""
+        return len(self._totals) >= 2 and len(self._http) >= 2
 
     @property
     def expects_data(self) -> bool:
@@ -344,7 +345,8 @@ class Model:
             return Latency()
         newest = self._http[-1]
         old: HttpMetrics | None = self._http[0]
-        if newest.time - self._http[0].time < SHORT_S:
+        seen = sum(newest.itl.counts) - sum(self._http[0].itl.counts)
+        if newest.time - self._http[0].time < SHORT_S and seen < FEW:
             old = None
         return Latency(
             window_s=min(WINDOW_S, now - old.time) if old else 0.0,
