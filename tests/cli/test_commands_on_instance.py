@@ -17,16 +17,24 @@ import pexpect
 import psutil
 import pytest
 
+from checkpoints import make_tiny
 from instances import LLMSERVE, RunningInstance, environment_for, launched, run_cli, wait_until
 
 PATIENCE_S = 30.0
-LONG = 14_000
-"""Tokens of a request that is still running when a test looks at it."""
+LONG = 60_000
+"""Tokens of a request that is still running when a test looks at it, after several commands of half a second."""
+POOL_TOKENS = 1 << 17
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint that may generate for so long."""
+    return make_tiny(tmp_path_factory.mktemp("models") / "long-llama", max_position_embeddings=1 << 16)
 
 
 @pytest.fixture(scope="module")
 def op(runtime_root: Path, long_model: Path) -> Iterator[RunningInstance]:
-    with launched(runtime_root, "op", str(long_model), "--max-total-tokens", "32768") as instance:
+    with launched(runtime_root, "op", str(long_model), "--max-total-tokens", str(POOL_TOKENS)) as instance:
         yield instance
 
 
@@ -81,7 +89,7 @@ def test_ping_status_and_ps_agree(op: RunningInstance, cli: Any) -> None:
     status = json.loads(cli("status", "--json").stdout)
     (replica,) = status["replicas"]
     assert status["instance"]["pid"] == op.process.pid
-    assert replica["kv_tokens_total"] == 32768
+    assert replica["kv_tokens_total"] == POOL_TOKENS
     assert {process["role"] for process in replica["processes"]} == {"main", "scheduler", "detokenizer"}
     assert all(psutil.pid_exists(process["pid"]) for process in replica["processes"])
     listed = json.loads(run_cli(op.root, "ps", "--json").stdout)
