@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -53,7 +54,7 @@ class Ended(NamedTuple):
 Item = Sample | Notice | Ended
 
 
-class Source:
+class Source(ABC):
     """A queue that a thread fills. `wake` is called from that thread when something has been put in."""
 
     ends = False
@@ -104,8 +105,9 @@ class Source:
         self._threads.append(thread)
         thread.start()
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """Puts what there is into the queue, until the source is closed or has no more."""
 
 
 class Replay(Source):
