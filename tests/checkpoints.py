@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmserve.runtime.engine.weights import FUSED
@@ -91,6 +91,15 @@ def make_tiny(
     (directory / "generation_config.json").write_text(json.dumps(generation))
     write_tokenizer(directory)
     save_sharded(directory, dict(random_tensors(config, seed)), shards)
+    return directory
+
+
+def make_endless(directory: Path) -> Path:
+    """A tiny llama of 64k positions that never ends a greedy answer itself: its logit of the end token is always 0."""
+    make_tiny(directory, max_position_embeddings=1 << 16)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"][EOS_ID] = 0
+    save_sharded(directory, tensors)
     return directory
 
 

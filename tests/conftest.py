@@ -37,10 +37,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint that may generate for seconds: for what happens meanwhile."""
-    from checkpoints import make_tiny
+    """A tiny checkpoint that can generate FOREVER: for what happens meanwhile."""
+    from checkpoints import make_endless
 
-    return make_tiny(tmp_path_factory.mktemp("models") / "long-llama", max_position_embeddings=16384)
+    return make_endless(tmp_path_factory.mktemp("models") / "long-llama")
 
 
 @pytest.fixture(scope="session")

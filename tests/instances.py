@@ -24,6 +24,8 @@ from llmserve.runtime.client import RpcClient
 from llmserve.runtime.messages import GetLoadReqInput
 
 LLMSERVE = str(Path(sys.executable).with_name("llmserve"))
+FOREVER = 60_000
+"""Tokens that outlast any test: the model of `long_model` takes over ten seconds for them on a fast machine."""
 SECRET_VARIABLES = ("LLMSERVE_API_KEY", "LLMSERVE_ADMIN_API_KEY")
 
 

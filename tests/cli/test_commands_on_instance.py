@@ -17,19 +17,10 @@ import pexpect
 import psutil
 import pytest
 
-from checkpoints import make_tiny
-from instances import LLMSERVE, RunningInstance, environment_for, launched, run_cli, wait_until
+from instances import FOREVER, LLMSERVE, RunningInstance, environment_for, launched, run_cli, wait_until
 
 PATIENCE_S = 30.0
-LONG = 60_000
-"""Tokens of a request that is still running when a test looks at it, after several commands of half a second."""
 POOL_TOKENS = 1 << 17
-
-
-@pytest.fixture(scope="module")
-def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint that may generate for so long."""
-    return make_tiny(tmp_path_factory.mktemp("models") / "long-llama", max_position_embeddings=1 << 16)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +40,7 @@ def running(op: RunningInstance) -> Iterator[Callable[[str], "Client"]]:
     """Starts a long request by its rid; all are ended after the test."""
     clients = []
 
-    def start(rid: str, tokens: int = LONG) -> Client:
+    def start(rid: str, tokens: int = FOREVER) -> Client:
         clients.append(Client(op, rid, tokens))
         wait_until(lambda: rid in rids(op), PATIENCE_S, f"{rid} is under way")
         return clients[-1]
@@ -100,7 +91,7 @@ def test_ping_status_and_ps_agree(op: RunningInstance, cli: Any) -> None:
 def test_requests_shows_what_runs(cli: Any, running: Any) -> None:
     running("seen-1")
     (request,) = json.loads(cli("requests", "--json", "--show-text").stdout)
-    assert (request["rid"], request["state"], request["max_new_tokens"]) == ("seen-1", "decode", LONG)
+    assert (request["rid"], request["state"], request["max_new_tokens"]) == ("seen-1", "decode", FOREVER)
     assert request["text"] == "Once upon a time"
     assert request["output_tokens"] > 0
     assert "seen-1" in cli("requests").stdout
@@ -264,7 +255,7 @@ def test_generate_and_chat_in_pipes(op: RunningInstance, cli: Any) -> None:
 
 
 def test_ctrl_c_aborts_the_request_in_the_server(op: RunningInstance) -> None:
-    command = [LLMSERVE, "generate", "Once upon a time", "--max-tokens", str(LONG), "-t", "0", "-i", "op"]
+    command = [LLMSERVE, "generate", "Once upon a time", "--max-tokens", str(FOREVER), "-t", "0", "-i", "op"]
     process = subprocess.Popen(command, env=environment_for(op.root), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
     process.stdout.read(1)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from instances import LLMSERVE, assert_gone, environment_for, is_alive, run_cli, wait_until
+from instances import FOREVER, LLMSERVE, assert_gone, environment_for, is_alive, run_cli, wait_until
 from llmserve.cli.checklist import curl_line
 from llmserve.cli.console import Console
 from llmserve.cli.main import app
@@ -262,7 +262,7 @@ def test_a_terminal_that_goes_away_drains(own_root: Path, long_model: Path) -> N
         child.expect("Ready at ")
         main = psutil.Process(child.pid)
         record = json.loads((own_root / "llmserve/default/instance.json").read_text())
-        request = {"prompt": "Once", "max_tokens": 15000, "ignore_eos": True}
+        request = {"prompt": "Once", "max_tokens": FOREVER, "ignore_eos": True}
         url = f"http://127.0.0.1:{record['port']}/v1/completions"
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(httpx.post, url, json=request, timeout=30)

@@ -12,10 +12,7 @@ import psutil
 import pytest
 from loads import load, load_for
 
-from instances import RunningInstance, assert_gone, launched, start, wait_until
-
-FOREVER = 15000
-"""Tokens that take longer than any of these tests."""
+from instances import FOREVER, RunningInstance, assert_gone, launched, start, wait_until
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])

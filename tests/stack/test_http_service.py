@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
-from instances import RunningInstance, launched, wait_until
+from instances import FOREVER, RunningInstance, launched, wait_until
 from llmserve.runtime.client import RpcClient
 from llmserve.runtime.messages import (
     AbortReqInput,
@@ -39,7 +39,7 @@ API_KEY, ADMIN_KEY = "user-key-1f3a", "admin-key-9c2d"
 QUEUE_TIMEOUT_S = 1.0
 OPTIONS = (
     *("--max-running-requests", "1", "--max-queued-requests", "1", "--queue-timeout", str(QUEUE_TIMEOUT_S)),
-    *("--chunked-prefill-size", "16", "--max-total-tokens", "40000"),
+    *("--chunked-prefill-size", "16", "--max-total-tokens", "65536"),
 )
 
 
@@ -65,7 +65,7 @@ def rpc(instance: RunningInstance) -> Iterator[RpcClient]:
 @contextmanager
 def running(http: httpx.Client, rpc: RpcClient, rid: str = "long") -> Iterator[None]:
     """A stream that goes on until the block ends."""
-    body = {"prompt": "a", "max_tokens": 15000, "ignore_eos": True, "stream": True, "rid": rid}
+    body = {"prompt": "a", "max_tokens": FOREVER, "ignore_eos": True, "stream": True, "rid": rid}
     with http.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, response.read()
         lines = response.iter_lines()  # a name of its own: dropped, it would close the response

@@ -299,7 +299,7 @@ def an_index_out(directory: Path) -> None:
 
 def another_model(directory: Path) -> None:
     shutil.rmtree(directory)
-    make_tiny(directory, "qwen3", max_position_embeddings=16384)
+    make_tiny(directory, "qwen3", max_position_embeddings=1 << 16)
 
 
 def another_tokenizer(directory: Path) -> None:

@@ -14,9 +14,8 @@ import pytest
 from loads import OpenRequest, load
 
 from checkpoints import make_tiny
-from instances import RunningInstance, assert_gone, launched, run_cli, start, wait_until
+from instances import FOREVER, RunningInstance, assert_gone, launched, run_cli, start, wait_until
 
-FOREVER = 15000
 PROMPTS = [f"{what} " * count + "then" for what in ("Once", "a long way", "the sea") for count in (1, 12)]
 RANKS = ("--threads", "1", "--dtype", "float32")
 
@@ -59,7 +58,7 @@ def replicated(runtime_root: Path, long_model: Path) -> Iterator[RunningInstance
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "other"
-    return make_tiny(directory, seed=5, max_position_embeddings=16384)
+    return make_tiny(directory, seed=5, max_position_embeddings=1 << 16)
 
 
 # ---- one replica of four ranks -------------------------------------------------------------------------------------
