@@ -14,12 +14,12 @@ import numpy as np
 import psutil
 import pytest
 
-from instances import wait_until
+from instances import FOREVER, wait_until
 from llmserve import Engine, RequestError, SamplingParams
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.outputs import Chunk
 
-LONG = {"max_new_tokens": 400, "ignore_eos": True}
+LONG = {"max_new_tokens": FOREVER, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +30,15 @@ def in_runtime_root(runtime_root: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def engine(in_runtime_root: None, tiny_model: Path) -> Iterator[Engine]:
-    with Engine(str(tiny_model), name="engine", dtype="float32", max_total_tokens=8192) as engine:
+def engine(in_runtime_root: None, long_model: Path) -> Iterator[Engine]:
+    with Engine(str(long_model), name="engine", dtype="float32", max_total_tokens=1 << 16) as engine:
         yield engine
 
 
 @pytest.fixture
-def own_engine(in_runtime_root: None, tiny_model: Path) -> Iterator[Engine]:
+def own_engine(in_runtime_root: None, long_model: Path) -> Iterator[Engine]:
     """One that the test may break."""
-    with Engine(str(tiny_model), dtype="float32", max_total_tokens=2048) as engine:
+    with Engine(str(long_model), dtype="float32", max_total_tokens=1 << 16) as engine:
         yield engine
 
 
