@@ -73,7 +73,8 @@ def abort(
     if sum(bulk) + bool(rids) != 1:
         raise CommandError("name the requests to end, or give one of --all, --older-than and --prefix", ExitCode.USAGE)
     with Remote.find(instance, timeout) as remote:
-        if not rids:
+
+        def count() -> int:
             found = [info for answer in remote.each(ListRequestsReqInput()) for info in answer.requests]
             chosen = {
                 info.rid
@@ -82,7 +83,10 @@ def abort(
                 or (older_than is not None and info.age_s > older_than)
                 or (prefix and info.rid.startswith(prefix))
             }
-            confirm(console, f'abort {format.plural(len(chosen), "request")} of "{remote.record.name}"?', yes)
+            return len(chosen)
+
+        if not rids:
+            confirm(console, count, f' of "{remote.record.name}"', yes)
         request = AbortReqInput(rids=tuple(rids or ()), prefix=prefix, older_than_s=older_than, everything=everything)
         answers = remote.each(request)
     aborted = sorted({rid for answer in answers for rid in answer.aborted})

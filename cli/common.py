@@ -3,12 +3,14 @@
 Light on purpose (no rich, zmq or torch at import): every command imports it, completion and --help included.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from llmserve.cli.console import Console
+from llmserve.cli.format import plural
 
 if TYPE_CHECKING:
     from llmserve.runtime.instance import InstanceRecord
@@ -87,11 +89,16 @@ def find_instance(name: str | None) -> "InstanceRecord":
     return instance.find_instance(name)
 
 
-def confirm(console: Console, question: str, yes: bool) -> None:
-    """Asks before work of others is ended in bulk. Off a terminal `--yes` is needed instead. Raises CommandError."""
+def confirm(console: Console, count: Callable[[], int], what: str, yes: bool) -> None:
+    """Asks before so many requests are ended in bulk: "abort 3 requests" and then `what`. Raises CommandError.
+
+    Where none would end there is nothing to ask. Off a terminal `--yes` is needed, also then: a script must not fail
+    only on the day when requests run.
+    """
     if yes:
         return
     if not console.asks:
-        raise CommandError(f"{question} Say --yes to do it without a terminal to ask on.", ExitCode.USAGE)
-    if not console.ask(question):
+        raise CommandError(f"abort requests{what}? Say --yes to do it without a terminal to ask on.", ExitCode.USAGE)
+    found = count()
+    if found and not console.ask(f"abort {plural(found, 'request')}{what}?"):
         raise CommandError("nothing was done")

@@ -40,7 +40,7 @@ def flush_cache(
         raise CommandError("give --wait or --abort, not both", ExitCode.USAGE)
     with Remote.find(instance, timeout + wait) as remote:
         if abort:
-            confirm(console, f'abort all requests of "{remote.record.name}" and flush its cache?', yes)
+            confirm(console, remote.open_requests, f' of "{remote.record.name}" and flush its cache', yes)
         answers = remote.each(FlushCacheReqInput(wait_s=wait, abort=abort))
     pages = sum(answer.pages_freed for answer in answers)
     freed = sum(answer.bytes_freed for answer in answers)

@@ -50,7 +50,7 @@ def pause(
     console = console_of(ctx)
     with Remote.find(instance, timeout) as remote:
         if mode == "abort":
-            confirm(console, f'abort all requests of "{remote.record.name}" and pause it?', yes)
+            confirm(console, remote.open_requests, f' of "{remote.record.name}" and pause it', yes)
         answers = remote.each(PauseGenerationReqInput(mode=mode))
     retracted = sum(answer.retracted for answer in answers)
     aborted = sum(answer.aborted for answer in answers)

@@ -11,7 +11,7 @@ from llmserve.cli import format
 from llmserve.cli.common import find_instance
 from llmserve.runtime.client import RpcClient, rpc_address
 from llmserve.runtime.fanout import call_each
-from llmserve.runtime.messages import ControlRequest, RpcProgress
+from llmserve.runtime.messages import ControlRequest, GetLoadReqInput, RpcProgress
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -45,6 +45,10 @@ class Remote:
         timeout_s = self._clients[0].timeout_s if timeout_s is None else timeout_s
         addresses = [client.address for client in self._clients]
         return asyncio.run(call_each(self.record.directory, addresses, request, timeout_s, on_progress))
+
+    def open_requests(self) -> int:
+        """How many choices of requests run and wait."""
+        return sum(load.running + load.waiting for load in self.each(GetLoadReqInput()))
 
     def close(self) -> None:
         for client in self._clients:

@@ -44,7 +44,7 @@ def update_weights(
     request = UpdateWeightReqInput(model_path=path, load_format=load_format, mode=mode, dry_run=dry_run)
     with Remote.find(instance, timeout) as remote:
         if mode == "abort" and not dry_run:
-            confirm(console, f'abort all requests of "{remote.record.name}" and swap its weights?', yes)
+            confirm(console, remote.open_requests, f' of "{remote.record.name}" and swap its weights', yes)
         with ProgressReport(console) as on_progress:
             answers = remote.each(request, on_progress)
     if json:

@@ -213,6 +213,34 @@ def test_bulk_abort_asks_on_a_terminal_and_needs_yes_off_it(
     assert aborts() == [sent, sent]
 
 
+@pytest.mark.parametrize(
+    ("command", "request_type", "answer"),
+    [
+        ("abort --all", AbortReqInput, AbortReqOutput(aborted=())),
+        ("flush-cache --abort", FlushCacheReqInput, FlushCacheReqOutput(pages_freed=0, bytes_freed=0)),
+        ("pause --mode abort", PauseGenerationReqInput, PauseGenerationReqOutput()),
+    ],
+)
+def test_nothing_is_asked_where_nothing_would_end(
+    fake: FakeInstance, command: str, request_type: type, answer: AbortReqOutput
+) -> None:
+    fake.handlers[request_type] = lambda _: answer
+    fake.handlers[GetLoadReqInput] = lambda _: GetLoadReqOutput(
+        state="ready", running=0, waiting=0, kv_tokens_used=0, kv_tokens_cached=0, kv_tokens_total=1
+    )
+    done = run(*command.split(), terminal=True, stdin="n\n")
+    assert (done.code, done.err) == (0, "")
+    assert isinstance(fake.requests[-1], request_type)
+    assert run(*command.split()).code == 2  # a script's --yes does not depend on what happens to run
+
+
+def test_the_question_counts_what_would_end(fake: FakeInstance) -> None:
+    for command in ("flush-cache --abort", "pause --mode abort", "update-weights m --mode abort"):
+        done = run(*command.split(), terminal=True, stdin="n\n")
+        assert done.code == 1
+        assert 'abort 3 requests of "fake" and ' in done.err
+
+
 @pytest.mark.parametrize("arguments", [[], ["a", "--all"], ["--all", "--prefix", "p"], ["--older-than", "soon"]])
 def test_abort_refuses_what_is_not_one_choice(fake: FakeInstance, arguments: list[str]) -> None:
     assert run("abort", *arguments).code == 2
