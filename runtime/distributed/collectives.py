@@ -1,5 +1,5 @@
 """What ranks say to each other, counted. Without a process group each returns its argument, so that model code reads
-the same with one rank.
+the same with one rank. Ranks of a group that shares memory go through that, others through torch.distributed.
 
 The bytes that are counted are those of the whole tensor that a call sums, gathers or passes on, on each rank.
 """
@@ -10,19 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from llmserve.runtime.distributed.errors import RankLost
 from llmserve.runtime.distributed.groups import Group
+from llmserve.runtime.ops import native
 
 SMALL_BYTES = 1 << 16
-
-
-class RankLost(Exception):
-    """Another rank is gone, or has not answered in time: no collective will succeed any more."""
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, in place."""
     if group.process_group is not None:
-        if x.nbytes <= SMALL_BYTES and x.device.type == "cpu" and group.size > 1:
+        if group.shared is not None and x.dtype in native.DTYPES:
+            group.counts.add("all_reduce", x.nbytes)
+            own = x.contiguous()
+            group.shared.all_reduce(own)
+            x.copy_(own)
+        elif x.nbytes <= SMALL_BYTES and x.device.type == "cpu" and group.size > 1:
             group.counts.add("all_reduce", x.nbytes)
             _exchange(x, group)
         else:
@@ -59,6 +62,9 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     """The ranks' tensors side by side in rank order: [..., n] becomes [..., n * size]."""
     if group.process_group is None:
         return x
+    if group.shared is not None:
+        group.counts.add("all_gather", x.nbytes * group.size)
+        return torch.cat(tuple(group.shared.all_gather(x.contiguous())), -1)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]
     whole = x.nbytes * group.size
     _call(group, "all_gather", whole, distributed.all_gather, parts, x.contiguous())
@@ -66,46 +72,54 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def broadcast(x: Tensor, group: Group, operation: str = "broadcast") -> Tensor:
-    """Rank 0's values, in place in the others' `x`; counted as `operation`."""
-    if group.process_group is not None:
+    """Rank 0's values, in place in the others' `x`, which is contiguous; counted as `operation`."""
+    if group.shared is not None:
+        group.counts.add(operation, x.nbytes)
+        group.shared.broadcast(x)
+    elif group.process_group is not None:
         _call(group, operation, x.nbytes, distributed.broadcast, x, group_src=0)
     return x
 
 
 def least(value: int, group: Group, device: torch.device) -> int:
     """The smallest of the ranks' values."""
-    return _agree(value, group, device, distributed.ReduceOp.MIN)
+    return min(_values(value, group, device))
 
 
 def total(value: int, group: Group, device: torch.device) -> int:
     """The sum of the ranks' values."""
-    return _agree(value, group, device, distributed.ReduceOp.SUM)
+    return sum(_values(value, group, device))
 
 
-def _agree(value: int, group: Group, device: torch.device, operation: "distributed.ReduceOp.RedOpType") -> int:
-    if group.process_group is None:
-        return value
-    x = torch.tensor([value], dtype=torch.int64, device=device)
-    _call(group, "all_reduce", x.nbytes, distributed.all_reduce, x, operation)
-    return int(x.item())
+def _values(value: int, group: Group, device: torch.device) -> list[int]:
+    return list(map(int, all_gather(torch.tensor([value], dtype=torch.int64, device=device), group).tolist()))
 
 
-def send(x: Tensor, to: int, group: Group, operation: str = "send", tag: int = 0) -> distributed.Work:
-    """Begins to send `x`, which must stay as it is until the work is done."""
+def send(x: Tensor, to: int, group: Group, operation: str = "send", tag: int = 0) -> distributed.Work | None:
+    """Begins to send `x`, which must stay as it is until the work is done. None: it is done."""
+    if group.shared is not None:
+        group.counts.add(operation, x.nbytes)
+        group.shared.send(x, to, tag)
+        return None
     work: distributed.Work = _call(group, operation, x.nbytes, distributed.isend, x, group_dst=to, tag=tag)
     return work
 
 
 def receive(x: Tensor, source: int, group: Group, operation: str = "recv", tag: int = 0) -> Tensor:
     """Fills `x` with what `source` sends under `tag`."""
+    if group.shared is not None:
+        group.counts.add(operation, x.nbytes)
+        group.shared.receive(x, source, tag)
+        return x
     _call(group, operation, x.nbytes, distributed.recv, x, group_src=source, tag=tag)
     return x
 
 
-def finish(work: distributed.Work) -> None:
+def finish(work: distributed.Work | None) -> None:
     """Waits until a `send` is done."""
     try:
-        work.wait()
+        if work is not None:
+            work.wait()
     except RuntimeError as error:
         raise RankLost(_first_line(error)) from error
 

@@ -9,9 +9,13 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from llmserve.runtime.distributed.shared import SharedGroup, share_memory
+
 BACKLOG = 1024
 RENDEZVOUS_TIMEOUT_S = 600.0
 """For the other ranks to start, on other nodes too, and for the reading of a tensor."""
+SPINS = 2000
+"""Turns of a wait, about 50 us, before it sleeps: what ranks that share a layer mostly wait for each other."""
 
 
 class Counts:
@@ -32,12 +36,13 @@ class Counts:
 @dataclass(frozen=True)
 class Group:
     """This process's place among the ranks of one kind of parallelism. Without a process group every collective is a
-    no-op.
+    no-op; with shared memory, which CPU ranks of one node have, they go through that.
     """
 
     rank: int = 0
     size: int = 1
     process_group: distributed.ProcessGroup | None = None
+    shared: SharedGroup | None = None
     counts: Counts = field(default_factory=Counts, compare=False)
 
 
@@ -64,11 +69,14 @@ class Topology:
         return self.weights.counts
 
 
-def init_topology(rank: int, tp_size: int, pp_size: int, where: str, device: str, timeout_s: float) -> Topology:
+def init_topology(
+    rank: int, tp_size: int, pp_size: int, where: str, device: str, timeout_s: float, nodes: int = 1
+) -> Topology:
     """Joins the tp_size * pp_size ranks at `where` (see make_store); rank = pp_rank * tp_size + tp_rank.
 
-    Every rank must call it. nccl joins CUDA devices, gloo CPUs. A collective of a step that takes longer than
-    `timeout_s` raises.
+    Every rank must call it. nccl joins CUDA devices, gloo CPUs, and shared memory those of one node. A collective of a
+    step that takes longer than `timeout_s` raises. Each of the `nodes` has the same number of ranks, the first ones
+    first.
     """
     world = tp_size * pp_size
     patient, timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S), timedelta(seconds=timeout_s)
@@ -81,12 +89,13 @@ def init_topology(rank: int, tp_size: int, pp_size: int, where: str, device: str
     )
     tp_ranks = [[stage * tp_size + i for i in range(tp_size)] for stage in range(pp_size)]
     pp_ranks = [[stage * tp_size + i for stage in range(pp_size)] for i in range(tp_size)]
-    everyone, counts = list(range(world)), Counts()
+    everyone = list(range(world))
+    join = _Join(rank, world // nodes if device == "cpu" else 0, Counts())
     return Topology(
-        tp=_join(tp_ranks, rank, timeout, counts),
-        pp=_join(pp_ranks, rank, timeout, counts),
-        control=_join([everyone], rank, timeout, counts, backend="gloo"),
-        weights=_join([everyone], rank, patient, counts),
+        tp=join(tp_ranks, timeout, spins=SPINS),
+        pp=join(pp_ranks, timeout),
+        control=join([everyone], timeout, backend="gloo"),
+        weights=join([everyone], patient),
     )
 
 
@@ -114,16 +123,32 @@ def make_store(where: str, rank: int, world: int) -> Store:
     )
 
 
-def _join(groups: list[list[int]], rank: int, timeout: timedelta, counts: Counts, backend: str | None = None) -> Group:
-    """Makes every group, which all ranks must do in the same order, and returns this rank's.
+@dataclass(frozen=True)
+class _Join:
+    """Makes groups for rank `rank`, which share memory where they lie within `node_size` ranks of one node."""
 
-    A rank alone in a group gets none, unless it is alone altogether: then it wants the collectives all the same.
-    """
-    mine = Group(counts=counts)
-    for ranks in groups:
-        if len(ranks) == 1 and distributed.get_world_size() > 1:
-            continue
-        handle = distributed.new_group(ranks, timeout=timeout, backend=backend)
-        if rank in ranks:
-            mine = Group(ranks.index(rank), len(ranks), handle, counts)
-    return mine
+    rank: int
+    node_size: int
+    counts: Counts
+
+    def __call__(
+        self, groups: list[list[int]], timeout: timedelta, backend: str | None = None, spins: int = 0
+    ) -> Group:
+        """Makes every group, which all ranks must do in the same order, and returns this rank's.
+
+        A rank alone in a group gets none, unless it is alone altogether: then it wants the collectives all the same.
+        """
+        mine = Group(counts=self.counts)
+        for ranks in groups:
+            if len(ranks) == 1 and distributed.get_world_size() > 1:
+                continue
+            handle = distributed.new_group(ranks, timeout=timeout, backend=backend)
+            if self.rank in ranks:
+                place, shared = ranks.index(self.rank), None
+                if len(ranks) > 1 and self._on_one_node(ranks):
+                    shared = share_memory(handle, place, len(ranks), timeout.total_seconds(), spins)
+                mine = Group(place, len(ranks), handle, shared, self.counts)
+        return mine
+
+    def _on_one_node(self, ranks: list[int]) -> bool:
+        return self.node_size > 0 and len({rank // self.node_size for rank in ranks}) == 1

@@ -31,7 +31,7 @@ class Pipe:
         self._tp, self._pp = topology.tp, topology.pp
         self._width = hidden_size // topology.tp.size
         self._dtype, self._device = dtype, device
-        self._sent: deque[tuple[Tensor, distributed.Work]] = deque()
+        self._sent: deque[tuple[Tensor, distributed.Work | None]] = deque()
         """What is on its way, kept until it has arrived."""
 
     def receive(self, num_tokens: int) -> Tensor:

@@ -21,7 +21,8 @@ from torch import Tensor
 from llmserve.runtime.attention.base import AttentionBackend
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.distributed.channel import broadcast_bytes, receive_broadcast, receive_bytes, send_bytes
-from llmserve.runtime.distributed.collectives import RankLost, least
+from llmserve.runtime.distributed.collectives import least
+from llmserve.runtime.distributed.errors import RankLost
 from llmserve.runtime.distributed.groups import Topology
 from llmserve.runtime.distributed.pipeline import Pipe
 from llmserve.runtime.engine.batch import (

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.distributed.collectives import RankLost
+from llmserve.runtime.distributed.errors import RankLost
 from llmserve.runtime.distributed.groups import Topology, init_topology
 from llmserve.runtime.engine.batch import Worker, WorkerDied
 from llmserve.runtime.engine.ranks import Leader, follow
@@ -92,7 +92,7 @@ def join(init: ChildInit) -> tuple[Topology, int]:
     where = rendezvous(args, init.directory, init.dp_rank)
     timeout_s = args.watchdog_timeout or NO_TIMEOUT_S
     try:
-        topology = init_topology(rank, args.tp_size, args.pp_size, where, device.type, timeout_s)
+        topology = init_topology(rank, args.tp_size, args.pp_size, where, device.type, timeout_s, args.nnodes)
     except OSError as error:
         raise ConfigError(f"the ranks cannot meet at {where}: {error.strerror}; choose another port") from error
     if args.nnodes > 1:

@@ -7,6 +7,7 @@
 
 #include "decoder.h"
 #include "sample.h"
+#include "shared_group.h"
 
 using namespace llmserve;
 
@@ -249,6 +250,34 @@ void llmserve_attention(int dtype, Handle* handle, const AttentionCall* call) {
                         static_cast<int64_t>(call->heads) * d, memory);
         });
     });
+}
+
+// ---- ranks that share memory: see shared_group.h ---------------------------------------------------------------------
+
+int64_t llmserve_shared_bytes(int ranks) { return ranks <= SharedGroup::kMostRanks ? SharedGroup::bytes(ranks) : 0; }
+
+SharedGroup* llmserve_shared_new(void* memory, int file, int rank, int ranks, double timeout_s, int spins) {
+    return new SharedGroup(memory, file, rank, ranks, timeout_s, spins);
+}
+
+int llmserve_shared_all_reduce(int dtype, SharedGroup* group, void* data, int64_t count) {
+    int failure = 0;
+    with_type(dtype, [&](auto number) { failure = group->all_reduce(static_cast<decltype(number)*>(data), count); });
+    return failure;
+}
+
+int llmserve_shared_all_gather(SharedGroup* group, const char* data, char* to, int64_t bytes) {
+    return group->all_gather(data, to, bytes);
+}
+
+int llmserve_shared_broadcast(SharedGroup* group, char* data, int64_t bytes) { return group->broadcast(data, bytes); }
+
+int llmserve_shared_send(SharedGroup* group, int to, int tag, const char* data, int64_t bytes) {
+    return group->send(to, tag, data, bytes);
+}
+
+int llmserve_shared_receive(SharedGroup* group, int source, int tag, char* data, int64_t bytes) {
+    return group->receive(source, tag, data, bytes);
 }
 
 // ---- the decoder
