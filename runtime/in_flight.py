@@ -16,7 +16,7 @@ R = TypeVar("R", StrRow, EmbeddingRow)
 class InFlight(Generic[R]):
     """A request of so many choices, and what has come of it that its consumer has not taken."""
 
-    __slots__ = ("abandoned", "arrival", "choices", "error", "open", "replica", "rows", "token_times", "waiter")
+    __slots__ = ("abandoned", "arrival", "begun", "choices", "error", "open", "replica", "rows", "waiter")
 
     def __init__(self, choices: int, arrival: float) -> None:
         self.replica = 0
@@ -29,8 +29,8 @@ class InFlight(Generic[R]):
         self.waiter: asyncio.Future[None] | None = None
         self.abandoned = False
         self.arrival = arrival
-        self.token_times: dict[int, float] = {}
-        """By choice: when the last row with tokens came."""
+        self.begun: set[int] = set()
+        """Choices of which a token has come."""
 
     def add(self, row: R) -> None:
         self.rows.append(row)

@@ -439,9 +439,9 @@ class RpcError(Message, frozen=True, kw_only=True):
 class Histogram(Row, frozen=True, kw_only=True):
     """Since the start: counts[i] observations in (bounds[i - 1], bounds[i]], the last count being above all bounds."""
 
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum: float
+    bounds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = (0,)
+    sum: float = 0.0
 
 
 class SchedulerMetrics(Message, frozen=True, kw_only=True):
@@ -466,12 +466,17 @@ class SchedulerMetrics(Message, frozen=True, kw_only=True):
     requests_total: int
     evicted_tokens_total: int
     retractions_total: int
+    """Choices put back into the queue for want of memory."""
+    asked_retractions_total: int = 0
+    """Choices put back because a pause or a swap of the weights asked for their memory."""
     bad_frames_total: int = 0
     step_s: float = 0.0
     """The duration of the last step."""
     pages_total: int = 0
     active_s: float = 0.0
     """Time since the start with a step in some stage: of this a stage that is not busy has waited the rest."""
+    itl: Histogram = Histogram()
+    """Seconds between the tokens of a choice, each token for itself."""
     processes: tuple[ProcessInfo, ...] = ()
     requests: tuple[RequestInfo, ...] = ()
 
@@ -482,7 +487,6 @@ class HttpMetrics(Message, frozen=True, kw_only=True):
     time: float
     outcomes: dict[str, int]
     ttft: Histogram
-    itl: Histogram
     e2e: Histogram
     queue: Histogram
     processes: tuple[ProcessInfo, ...] = ()

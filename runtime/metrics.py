@@ -5,7 +5,6 @@ last ones are kept, so that an idle scheduler's zeros show as soon as it has pus
 """
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
@@ -13,48 +12,26 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from llmserve.runtime.histogram import Recorder, buckets
 from llmserve.runtime.messages import Histogram, HttpMetrics, ProcessInfo, SchedulerMetrics
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
 
 Outcome = Literal["stop", "length", "abort", "error", "rejected", "unavailable"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error", "rejected", "unavailable")
-STEPS = (1, 1.5, 2, 3, 5, 7.5)
-
-
-def buckets(low: int, high: int) -> tuple[float, ...]:
-    """Six bounds a decade in seconds, from 10**low to 10**high: fine enough to read a percentile from."""
-    return (*(float(f"{step}e{decade}") for decade in range(low, high) for step in STEPS), 10.0**high)
-
-
-class Recorder:
-    """Observations since the start, by bucket."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def snapshot(self) -> Histogram:
-        return Histogram(bounds=self._bounds, counts=tuple(self._counts), sum=self._sum)
 
 
 class FrontMetrics:
     """Outcomes and latencies as the front sees them. Choices are counted, not requests: each one runs for itself.
 
-    `ttft`: from the arrival of a request to the first token of a choice. `itl`: between tokens; those that come
-    together share the time since the ones before them. `e2e`: from the arrival to the end. `queue`: from the arrival to
-    the first step.
+    `ttft`: from the arrival of a request to the first token of a choice. `e2e`: from the arrival to the end. `queue`:
+    from the arrival to the first step. The time between tokens is the scheduler's to measure: the front gets several at
+    once, and of a request that is not streamed all.
     """
 
     def __init__(self) -> None:
         self._outcomes: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self.ttft = Recorder(buckets(-3, 2))
-        self.itl = Recorder(buckets(-4, 1))
         self.e2e = Recorder(buckets(-2, 3))
         self.queue = Recorder(buckets(-4, 3))
 
@@ -67,7 +44,6 @@ class FrontMetrics:
             time=time.time(),
             outcomes=dict(self._outcomes),
             ttft=self.ttft.snapshot(),
-            itl=self.itl.snapshot(),
             e2e=self.e2e.snapshot(),
             queue=self.queue.snapshot(),
             processes=processes,
@@ -106,15 +82,20 @@ COUNTERS = (
     Described("decode_tokens_total", "generation_tokens", "Tokens that were generated."),
     Described("evicted_tokens_total", "evicted_tokens", "Tokens of KV that the prefix cache gave up for room."),
     Described("retractions_total", "retractions", "Requests put back into the queue because the KV pool was full."),
+    Described(
+        "asked_retractions_total",
+        "asked_retractions",
+        "Requests put back into the queue because generation was paused or the weights swapped.",
+    ),
     Described("active_s", "pipeline_active_seconds", "Time with a step in some stage, where there are several ranks."),
     Described("bad_frames_total", "bad_frames", "Frames on the scheduler's sockets that held no message."),
 )
 HISTOGRAMS = (
     Described("ttft", "time_to_first_token_seconds", "From the arrival of a request to its first token."),
-    Described("itl", "inter_token_latency_seconds", "Between the tokens of a request."),
     Described("e2e", "request_latency_seconds", "From the arrival of a request to its end."),
     Described("queue", "queue_time_seconds", "From the arrival of a request to its first step."),
 )
+ITL = Described("itl", "inter_token_latency_seconds", "Between the tokens of a request, streamed or not.")
 PREFIX = "llmserve_"
 
 
@@ -154,6 +135,7 @@ class _Export(Collector):
         processes = self._front.processes
         if self._scheduler is not None:
             processes += self._scheduler.processes
+            yield _histogram(ITL.name, ITL.help, self._scheduler.itl)
             for field, name, help in GAUGES:
                 yield GaugeMetricFamily(PREFIX + name, help, value=getattr(self._scheduler, field))
             for field, name, help in COUNTERS:

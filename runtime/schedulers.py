@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from llmserve.runtime.histogram import added
 from llmserve.runtime.messages import (
     SchedulerInput,
     SchedulerMetrics,
@@ -103,6 +104,7 @@ def total_of(replicas: Sequence[SchedulerMetrics]) -> SchedulerMetrics:
         state=states.pop() if len(states) == 1 else "ready",
         weight_version=min(metrics.weight_version for metrics in replicas),
         step_s=max(metrics.step_s for metrics in replicas),
+        itl=added(metrics.itl for metrics in replicas),
         processes=tuple(process for metrics in replicas for process in metrics.processes),
         requests=tuple(request for metrics in replicas for request in metrics.requests),
     )

@@ -455,14 +455,10 @@ class TokenizerManager:
         if isinstance(row, EmbeddingRow):
             outcome = outcome or "stop"
             metrics.queue.observe(row.queue_s)
-        elif tokens := len(row.output_ids) // TOKEN_BYTES:
-            before = request.token_times.get(row.index)
-            if before is None:
-                metrics.ttft.observe(now - request.arrival)
-                metrics.queue.observe(row.queue_s)
-            else:
-                metrics.itl.observe((now - before) / tokens, tokens)
-            request.token_times[row.index] = now
+        elif row.output_ids and row.index not in request.begun:
+            request.begun.add(row.index)
+            metrics.ttft.observe(now - request.arrival)
+            metrics.queue.observe(row.queue_s)
         if outcome is not None:
             metrics.count_outcome(outcome)
         if outcome in ("stop", "length"):

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from llmserve.cli.top.samples import GpuInfo, Gpus, Link, Sample
+from llmserve.runtime.histogram import added
 from llmserve.runtime.messages import Histogram, HttpMetrics, ProcessInfo, RequestInfo, SchedulerMetrics
 
 SCHEMA_VERSION = 1
@@ -57,7 +58,10 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     evicted_tokens: int = 0
     evicted_tokens_per_s: float = 0.0
     retractions: int = 0
+    """For want of memory."""
     retractions_last_minute: int = 0
+    asked_retractions: int = 0
+    """For a pause or a swap of the weights."""
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +165,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     evicted: int
     retractions: int
+    asked_retractions: int
+    itl: Histogram
 
 
 Rank = tuple[int, int, int, int]
@@ -338,20 +344,21 @@ class Model:
             evicted_tokens_per_s=self._rates(now)(lambda t: t.evicted),
             retractions=newest.retractions,
             retractions_last_minute=newest.retractions - before.retractions,
+            asked_retractions=newest.asked_retractions,
         )
 
     def _latency(self, now: float) -> Latency:
-        if not self._http:
+        if not self._http or not self._totals:
             return Latency()
         newest = self._http[-1]
         old: HttpMetrics | None = self._http[0]
-        seen = sum(newest.itl.counts) - sum(self._http[0].itl.counts)
-        if newest.time - self._http[0].time < SHORT_S and seen < FEW:
+        tokens, before = self._totals[-1].itl, self._totals_before(now - WINDOW_S).itl
+        if newest.time - self._http[0].time < SHORT_S and sum(tokens.counts) - sum(before.counts) < FEW:
             old = None
         return Latency(
             window_s=min(WINDOW_S, now - old.time) if old else 0.0,
             ttft=quantiles(newest.ttft, old.ttft if old else None),
-            itl=quantiles(newest.itl, old.itl if old else None),
+            itl=quantiles(tokens, before if old else None),
             e2e=quantiles(newest.e2e, old.e2e if old else None),
             queue=quantiles(newest.queue, old.queue if old else None),
         )
@@ -460,6 +467,8 @@ def _sum(replicas: Iterable[SchedulerMetrics], time: float) -> Totals:
         requests=sum(r.requests_total for r in parts),
         evicted=sum(r.evicted_tokens_total for r in parts),
         retractions=sum(r.retractions_total for r in parts),
+        asked_retractions=sum(r.asked_retractions_total for r in parts),
+        itl=added(r.itl for r in parts),
     )
 
 

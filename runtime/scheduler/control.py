@@ -160,7 +160,7 @@ class Control:
         with self._alone("pause"):
             yield RpcProgress(stage="pausing")
             before = scheduler.pause_mode
-            retractions = scheduler.results.counters.retractions
+            retractions = scheduler.results.counters.asked_retractions
             aborted = scheduler.pause(request.mode)
             try:
                 while not scheduler.quiet:
@@ -171,7 +171,7 @@ class Control:
                 scheduler.pause_mode = before
                 raise
             return PauseGenerationReqOutput(
-                retracted=scheduler.results.counters.retractions - retractions,
+                retracted=scheduler.results.counters.asked_retractions - retractions,
                 aborted=aborted if request.mode == "abort" else 0,
             )
 

@@ -176,7 +176,7 @@ class Scheduler:
         reaped = self.results.reap()
         if self.pause_mode == "retract" and not self._in_flight:
             for request in tuple(self.table.running):
-                self.results.retract(request)
+                self.results.retract(request, asked=True)
                 reaped = True
         return reaped
 

@@ -48,6 +48,7 @@ class Request:
         "group",
         "in_flight",
         "index",
+        "last_token",
         "lease",
         "limit",
         "logprobs",
@@ -117,6 +118,7 @@ class Request:
 
         # What has been gathered for the client and not been sent.
         self.sent = self.prompt_len
+        self.last_token: float | None = None
         """Of the known tokens, these are the prompt's or have been sent."""
         self.rows_sent = 0
         self.new_logprobs: list[SampledLogprobs] = []

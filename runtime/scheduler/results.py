@@ -5,7 +5,7 @@ The one place where requests end and where pages are released. It submits nothin
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from llmserve.runtime.engine.batch import (
     Worker,
     WorkerDied,
 )
+from llmserve.runtime.histogram import Recorder, buckets
 from llmserve.runtime.messages import (
     EmbeddingRow,
     FinishReason,
@@ -39,10 +40,15 @@ class Counters:
     steps: int = 0
     requests: int = 0
     retractions: int = 0
+    """For want of memory."""
+    asked_retractions: int = 0
+    """For a pause or a swap of the weights."""
     prefill_tokens: int = 0
     decode_tokens: int = 0
     step_s: float = 0.0
     """The duration of the last step."""
+    itl: Recorder = field(default_factory=lambda: Recorder(buckets(-4, 1)))
+    """Seconds between the tokens of a choice."""
 
 
 class Results:
@@ -142,8 +148,11 @@ class Results:
             raise RuntimeError("the worker drew no token")
         request.append(token)
         self.counters.decode_tokens += 1
-        if request.first_token is None:
+        if request.last_token is None:
             request.first_token = time
+        else:
+            self.counters.itl.observe(time - request.last_token)
+        request.last_token = time
         if result.logprobs is not None:
             request.new_logprobs.append(result.logprobs)
         reason = self._stopped(request, token)
@@ -187,14 +196,19 @@ class Results:
         if not request.in_flight:
             self.finish(request, request.ending)
 
-    def retract(self, request: Request) -> None:
-        """Takes the pages of a running choice and puts it back into the queue. No step may be in flight for it."""
+    def retract(self, request: Request, asked: bool = False) -> None:
+        """Takes the pages of a running choice and puts it back into the queue: for want of memory, or because it was
+        `asked` for. No step may be in flight for it.
+        """
         assert request.lease is not None
         self._kv.release(request.lease, request.tokens, request.computed)
         self._table.put_back(request)
         request.forget_computed()
         request.retractions += 1
-        self.counters.retractions += 1
+        if asked:
+            self.counters.asked_retractions += 1
+        else:
+            self.counters.retractions += 1
 
     def refuse(self, message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput, reason: FinishReason) -> None:
         """Ends all choices of a request that never enters the queue."""

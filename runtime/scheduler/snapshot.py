@@ -59,10 +59,12 @@ class Snapshots:
             requests_total=counters.requests,
             evicted_tokens_total=kv.evicted_pages * kv.page_size,
             retractions_total=counters.retractions,
+            asked_retractions_total=counters.asked_retractions,
             bad_frames_total=self.bad_frames(),
             step_s=counters.step_s,
             pages_total=kv.total,
             active_s=self.active_s(),
+            itl=counters.itl.snapshot(),
             processes=self.own_processes(),
             requests=self.requests(limit=SHOWN_REQUESTS),
         )

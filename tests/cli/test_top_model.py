@@ -55,6 +55,7 @@ def test_hit_rate_of_the_last_minute_and_of_all_time(snapshot: Snapshot) -> None
         2_500,
     )
     assert (snapshot.cache.retractions, snapshot.cache.retractions_last_minute) == (4, 2)
+    assert snapshot.cache.asked_retractions == 12
 
 
 def test_quantiles_are_of_the_last_minute(snapshot: Snapshot) -> None:
@@ -67,7 +68,7 @@ def test_quantiles_are_of_the_last_minute(snapshot: Snapshot) -> None:
 
 @pytest.mark.parametrize("first", [50, 49])
 def test_a_first_look_gives_quantiles_since_the_start(first: int) -> None:
-    snapshot = fed([scheduler(50), *(front(second) for second in range(first, 51))]).snapshot(START + 50)
+    snapshot = fed(samples(50, first)).snapshot(START + 50)
     assert snapshot.latency.window_s == 0.0
     assert snapshot.latency.ttft.count == 100
     assert snapshot.latency.ttft.p50 == pytest.approx(0.055)
@@ -75,7 +76,7 @@ def test_a_first_look_gives_quantiles_since_the_start(first: int) -> None:
 
 def test_a_short_look_at_a_busy_instance_gives_quantiles_of_now() -> None:
     """Two tokens a second: eight in four seconds are enough to say something of the present."""
-    snapshot = fed([scheduler(50), *(front(second) for second in range(46, 51))]).snapshot(START + 50)
+    snapshot = fed(samples(50, first=46)).snapshot(START + 50)
     assert snapshot.latency.window_s == 4.0
     assert snapshot.latency.itl.count == 8
 

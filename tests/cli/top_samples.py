@@ -40,23 +40,28 @@ def scheduler(second: int) -> SchedulerMetrics:
         requests_total=2 * second,
         evicted_tokens_total=10 * second,
         retractions_total=second // 30,
+        asked_retractions_total=second // 10,
+        itl=histogram(second),
         step_s=0.05,
         processes=(ProcessInfo(role="scheduler", pid=200, rss_bytes=2 << 30, cpu_percent=99.0),),
         requests=requests,
     )
 
 
-def front(second: int) -> HttpMetrics:
-    """Two requests a second; in the first minute they take up to 0.1 s, in the second up to 1 s."""
+def histogram(second: int) -> Histogram:
+    """Two observations a second; in the first minute of up to 0.1 s, in the second of up to 1 s."""
     early, late = min(second, 60), max(0, second - 60)
-    histogram = Histogram(bounds=BOUNDS, counts=(0, 2 * early, 2 * late, 0, 0), sum=0.0)
+    return Histogram(bounds=BOUNDS, counts=(0, 2 * early, 2 * late, 0, 0), sum=0.0)
+
+
+def front(second: int) -> HttpMetrics:
+    latencies = histogram(second)
     return HttpMetrics(
         time=START + second,
         outcomes={"stop": second, "length": second, "abort": 1},
-        ttft=histogram,
-        itl=histogram,
-        e2e=histogram,
-        queue=histogram,
+        ttft=latencies,
+        e2e=latencies,
+        queue=latencies,
         processes=(ProcessInfo(role="main", pid=100, rss_bytes=80 << 20, cpu_percent=12.0, dropped_messages=5),),
     )
 

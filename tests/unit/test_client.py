@@ -219,7 +219,7 @@ def test_a_watch_asks_for_what_is_pushed_to_its_socket_and_removes_it(
     instance = acquire("watched")
     server = Server(PortArgs.init_new(instance.directory).rpc_ipc_name)
     pushes: list[Push] = []
-    pushed = HttpMetrics(time=1.0, outcomes={}, **dict.fromkeys(("ttft", "itl", "e2e", "queue"), NO_HISTOGRAM))
+    pushed = HttpMetrics(time=1.0, outcomes={}, **dict.fromkeys(("ttft", "e2e", "queue"), NO_HISTOGRAM))
 
     def push(request: Message) -> list[Message]:
         assert isinstance(request, SubscribeMetricsReqInput)

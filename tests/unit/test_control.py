@@ -382,6 +382,8 @@ def test_pause_that_retracts_frees_all_memory_and_loses_nothing() -> None:
     harness.start_running("a", "b")
     prompt = [1, 2, 3, 4, 5, 6]
     assert harness.ask(PauseGenerationReqInput(mode="retract")) == PauseGenerationReqOutput(retracted=2)
+    shown = harness.scheduler.snapshots.metrics()
+    assert (shown.asked_retractions_total, shown.retractions_total) == (2, 0), "memory is not short"
     assert harness.scheduler.kv.used == 0
     assert isinstance(harness.ask(FlushCacheReqInput()), FlushCacheReqOutput)
     steps = harness.ask(PingReqInput())

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from llmserve.runtime.messages import HttpMetrics, ProcessInfo, SchedulerMetrics
-from llmserve.runtime.metrics import CONTENT_TYPE, FrontMetrics, Recorder, buckets, exposition
+from llmserve.runtime.histogram import Recorder, added, buckets
+from llmserve.runtime.messages import Histogram, HttpMetrics, ProcessInfo, SchedulerMetrics
+from llmserve.runtime.metrics import CONTENT_TYPE, FrontMetrics, exposition
 
 SCHEDULER: dict[str, Any] = {
     **{"time": 1.0, "dp_rank": 0, "state": "ready", "weight_version": 2, "uptime_s": 60.0, "steps_total": 11},
     **{"running": 3, "waiting": 4, "kv_tokens_total": 2048, "kv_tokens_used": 100, "kv_tokens_cached": 50},
     **{"prefill_tokens_total": 70, "decode_tokens_total": 80, "cached_tokens_total": 30, "prompt_tokens_total": 90},
-    **{"requests_total": 5, "evicted_tokens_total": 6, "retractions_total": 7},
+    **{"requests_total": 5, "evicted_tokens_total": 6, "retractions_total": 7, "asked_retractions_total": 8},
 }
 
 
@@ -40,6 +41,17 @@ def test_an_observation_falls_into_the_bucket_that_it_is_at_most() -> None:
     assert histogram.sum == pytest.approx(0.5 + 2 + 1.5 + 27)
 
 
+def test_what_several_have_counted_is_added_up() -> None:
+    """A replica that has said nothing of it yet has no bounds."""
+    one, other = Recorder((1.0, 2.0)), Recorder((1.0, 2.0))
+    one.observe(0.5)
+    other.observe(1.5, times=2)
+    assert added([one.snapshot(), Histogram(), other.snapshot()]) == Histogram(
+        bounds=(1.0, 2.0), counts=(1, 2, 0), sum=3.5
+    )
+    assert added([]) == Histogram()
+
+
 def test_histograms_are_cumulative_for_prometheus() -> None:
     front = FrontMetrics()
     front.ttft.observe(0.0012)
@@ -53,6 +65,16 @@ def test_histograms_are_cumulative_for_prometheus() -> None:
     assert found[(name + "_bucket", ("100.0",))] == 2
     assert found[(name + "_bucket", ("+Inf",))] == found[(name + "_count", ())] == 3
     assert math.isclose(found[(name + "_sum", ())], 1000.3012)
+
+
+def test_the_time_between_tokens_is_the_schedulers() -> None:
+    itl = Recorder((0.01, 0.1))
+    itl.observe(0.05, times=3)
+    name = "llmserve_inter_token_latency_seconds"
+    found = samples(FrontMetrics().snapshot(), SchedulerMetrics(**SCHEDULER, itl=itl.snapshot()))
+    assert found[(name + "_bucket", ("0.01",))] == 0
+    assert found[(name + "_bucket", ("0.1",))] == found[(name + "_count", ())] == 3
+    assert (name + "_count", ()) not in samples(FrontMetrics().snapshot())
 
 
 def test_every_outcome_is_there_from_the_start() -> None:
@@ -79,6 +101,7 @@ def test_every_outcome_is_there_from_the_start() -> None:
         ("llmserve_cached_tokens_total", 30),
         ("llmserve_evicted_tokens_total", 6),
         ("llmserve_retractions_total", 7),
+        ("llmserve_asked_retractions_total", 8),
     ],
 )
 def test_the_schedulers_numbers(name: str, value: float) -> None:

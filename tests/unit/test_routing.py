@@ -3,7 +3,7 @@
 import pytest
 
 from llmserve.runtime.engine.batch import int32_bytes
-from llmserve.runtime.messages import SchedulerMetrics
+from llmserve.runtime.messages import Histogram, SchedulerMetrics
 from llmserve.runtime.routing import Routing
 from llmserve.runtime.schedulers import Schedulers, total_of
 
@@ -114,9 +114,11 @@ def metrics(dp_rank: int, **fields: object) -> SchedulerMetrics:
 
 
 def test_the_total_of_replicas() -> None:
-    one = metrics(0, running=2, steps_total=10, time=7.0, step_s=0.1, weight_version=3)
-    two = metrics(1, running=1, steps_total=5, time=6.0, step_s=0.3, weight_version=3, state="paused")
+    itl = Histogram(bounds=(1.0,), counts=(2, 1), sum=3.0)
+    one = metrics(0, running=2, steps_total=10, time=7.0, step_s=0.1, weight_version=3, itl=itl)
+    two = metrics(1, running=1, steps_total=5, time=6.0, step_s=0.3, weight_version=3, state="paused", itl=itl)
     total = total_of([one, two])
+    assert total.itl == Histogram(bounds=(1.0,), counts=(4, 2), sum=6.0)
     assert (total.running, total.steps_total, total.time, total.step_s) == (3, 15, 6.0, 0.3)
     assert (total.weight_version, total.state) == (3, "ready"), "one of them still works"
 

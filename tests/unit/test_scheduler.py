@@ -402,6 +402,7 @@ def test_the_youngest_gives_way_and_loses_nothing() -> None:
         harness.send(rid, prompt, params=params, stream=True)
     harness.run()
     assert harness.scheduler.results.counters.retractions > 0
+    assert harness.scheduler.results.counters.asked_retractions == 0
     assert harness.scheduler.table.prompt_tokens == 24  # a new start is not a new request
     for rid, prompt in prompts.items():
         assert harness.output(rid) == harness.expected(prompt, params)
@@ -409,6 +410,18 @@ def test_the_youngest_gives_way_and_loses_nothing() -> None:
     first_ends = [harness.finish(rid) for rid in prompts]
     assert first_ends == [FinishReason(type="length")] * 3
     harness.check_empty()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_time_between_tokens_is_counted_as_they_come_whether_streamed_or_not(stream: bool) -> None:
+    """A turn, and with it a step, takes 0.01 s; of two tokens that travel together each has a time of its own."""
+    harness = Harness(stream_interval=4)
+    harness.send("a", prompt_of(8, 1), params=SamplingParams(max_new_tokens=20, ignore_eos=True), stream=stream)
+    while harness.scheduler.results.counters.decode_tokens < 11:
+        harness.turn()
+    itl = harness.scheduler.snapshots.metrics().itl
+    assert sum(itl.counts) == 10
+    assert itl.sum == pytest.approx(10 * 0.01)
 
 
 def test_prompt_logprobs_survive_a_retraction() -> None:

@@ -454,7 +454,8 @@ async def test_a_scheduler_that_does_not_read_leads_to_503(manager: TokenizerMan
 
 
 def metrics(**fields: Any) -> SchedulerMetrics:
-    names = [name for name in SchedulerMetrics.__struct_fields__ if name not in ("state", "processes", "requests")]
+    others = ("state", "processes", "requests", "itl")
+    names = [name for name in SchedulerMetrics.__struct_fields__ if name not in others]
     return SchedulerMetrics(**{**dict.fromkeys(names, 0), "state": "ready", **fields})
 
 
@@ -521,8 +522,6 @@ async def test_outcomes_and_latencies_are_counted(manager: TokenizerManager, sta
     expected = {"stop": 0, "length": 1, "abort": 1, "error": 0, "rejected": 1, "unavailable": 1}
     assert found.outcomes == expected
     assert sum(found.ttft.counts) == 1
-    assert sum(found.itl.counts) == len(TOKENIZER.encode("bcd"))
-    assert found.itl.sum == pytest.approx(0.05, rel=0.5)
     assert sum(found.e2e.counts) == 1
     assert found.queue.sum == pytest.approx(0.002)
     assert found.processes[0].rss_bytes > 1 << 20

@@ -95,7 +95,7 @@ def assert_serves(pull: Pull) -> None:
 
 def make_http_metrics() -> HttpMetrics:
     histogram = Histogram(bounds=(1.0,), counts=(0, 0), sum=0.0)
-    return HttpMetrics(time=0.0, outcomes={}, ttft=histogram, itl=histogram, e2e=histogram, queue=histogram)
+    return HttpMetrics(time=0.0, outcomes={}, ttft=histogram, e2e=histogram, queue=histogram)
 
 
 def memory(field: str) -> int:
