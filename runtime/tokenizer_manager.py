@@ -69,7 +69,6 @@ SILENCE_S = 2.0
 """A scheduler speaks every second: what it said so long ago is no news of what it does."""
 LAST_ROWS_S = 0.5
 """A dead replica's rows have come from the detokenizer by then."""
-TOKEN_BYTES = 4
 
 
 Tokenized = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
