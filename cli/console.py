@@ -4,7 +4,6 @@ Data goes to stdout, everything else (notes, errors, questions, progress) to std
 knows nothing about instances or commands. Rich is imported only when something is drawn with it.
 """
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -66,6 +65,8 @@ class Console:
 
     def json(self, value: object) -> None:
         """Writes one JSON value to stdout: indented for a reader, on one line for a program."""
+        import json
+
         indent = 2 if self.stdout.isatty() else None
         encoding = (getattr(self.stdout, "encoding", None) or "utf-8").lower()
         self.print(json.dumps(value, indent=indent, ensure_ascii="utf" not in encoding, allow_nan=False))

@@ -4,6 +4,7 @@ A command's module is imported only when that command is run, completed or asked
 costs what a bare Typer program costs. What commands do is in their modules; every error meant for the user ends here.
 """
 
+import gc
 import importlib
 import inspect
 import os
@@ -63,6 +64,14 @@ class LazyGroup(TyperGroup):
             # The reader has what it wanted (`llmserve ps | head -1`). Python would complain when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
+        except typer.BadParameter as error:
+            from llmserve.cli.sources import bad_variable
+
+            told = bad_variable(error)
+            if told is None:
+                raise
+            console_of(ctx).error(str(told))
+            raise typer.Exit(told.exit_code) from None
         except Exception as error:
             code = exit_code_of(error)
             if code is None:
@@ -100,6 +109,7 @@ def root(
 
 def main() -> None:
     """The console script."""
+    gc.freeze()  # what is imported stays: to look through it again and again, and at exit, is a twentieth of a command
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what the terminal has no character for is no failure

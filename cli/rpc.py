@@ -3,14 +3,12 @@
 The commands use it and nothing else of the RPC. Importing it loads zmq, so commands import it when they run.
 """
 
-import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from llmserve.cli import format
 from llmserve.cli.common import find_instance
 from llmserve.runtime.client import RpcClient, rpc_address
-from llmserve.runtime.fanout import call_each
 from llmserve.runtime.messages import ControlRequest, GetLoadReqInput, RpcProgress
 
 if TYPE_CHECKING:
@@ -42,6 +40,10 @@ class Remote:
         """Asks every replica the same, all at once, and gives their answers. Raises RpcCallError."""
         if len(self._clients) == 1:
             return [self._clients[0].call(request, on_progress, timeout_s)]
+        import asyncio
+
+        from llmserve.runtime.fanout import call_each
+
         timeout_s = self._clients[0].timeout_s if timeout_s is None else timeout_s
         addresses = [client.address for client in self._clients]
         return asyncio.run(call_each(self.record.directory, addresses, request, timeout_s, on_progress))

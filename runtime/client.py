@@ -4,7 +4,6 @@ Both are thin drivers of one Call, which knows ids, deadlines, versions and erro
 listens to what the instance pushes. What the verbs do is in scheduler/control.py.
 """
 
-import asyncio
 import contextlib
 import secrets
 import socket
@@ -178,6 +177,8 @@ class AsyncRpcClient(_Client):
         timeout_s: float | None = None,
     ) -> AnswerT:
         """Asks and waits for the answer, at most `timeout_s` seconds. Raises RpcCallError."""
+        import asyncio  # here, because commands block and are to start soon
+
         with self._calling(request, timeout_s, on_progress) as (call, dealer):
             answer = None
             while answer is None:

@@ -18,7 +18,6 @@ from typing import Literal
 
 import msgspec
 
-from llmserve.runtime.config import check_name
 from llmserve.runtime.messages import PROTOCOL_VERSION
 from llmserve.runtime.ports import PortArgs
 
@@ -122,7 +121,9 @@ def acquire(name: str) -> Instance:
     What a dead instance left under the name is removed. Raises InstanceError when the name is taken, the directory is
     not ours alone, or its path is too long for a socket; ConfigError when the name is not one.
     """
-    from importlib.metadata import version  # slow to import, and the commands do not need it
+    from importlib.metadata import version  # these are slow to import, and the commands do not need them
+
+    from llmserve.runtime.config import check_name
 
     check_name(name)
     with _locked_root() as root:

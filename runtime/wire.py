@@ -4,7 +4,6 @@ It owns the format and the sockets' settings; what is said over them (messages.p
 (outbox.py) lie elsewhere. Sockets are ipc only, in a directory of mode 0700, and each is used by one thread.
 """
 
-import asyncio
 import functools
 import io
 import logging
@@ -100,8 +99,8 @@ _RUN = re.compile(
     b"(?:"  # the commonest first, and those without an argument together
     rb"[Kh]."  # integers below 256, memoized objects
     rb"|[\x94N\x88\x89(t\x85\x86\x87)e\]}usa]{1,4}+"  # MEMOIZE, None, booleans, tuples, lists, dicts
-    rb"|\x8c" + _COUNTED + b"|C" + _COUNTED +  # str and bytes below 256 bytes
-    rb"|G.{8}|M..|[Jj]....|\x8a" + _COUNTED +  # floats, other integers, memoized objects
+    rb"|[\x8cC\x8a]" + _COUNTED +  # str, bytes and large integers below 256 bytes
+    rb"|G.{8}|M..|[Jj]...."  # floats, other integers, memoized objects
     rb"|\x95.{8}"  # FRAME
     b"){0,%d}+" % (_RUN_OPCODES // 4),
     re.DOTALL,
@@ -190,6 +189,8 @@ class _Socket:
 
     async def _atake(self, kind: Any) -> Any:
         """Waits for the next good message."""
+        import asyncio  # here, because commands block and are to start soon
+
         while True:
             bad_frames = self.bad_frames
             taken = self._take(kind)
@@ -205,6 +206,8 @@ class _Socket:
 
         The descriptor of a ZeroMQ socket tells of changes only, and a send may swallow what it tells.
         """
+        import asyncio
+
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
         loop.add_reader(self._socket.fileno(), changed.set)

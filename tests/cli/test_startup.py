@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_instance import FakeInstance, fresh_registry, request_info
 
 BARE = """
 import typer
@@ -71,6 +72,19 @@ def completion(program: str, words: str) -> dict[str, str]:
 )
 def test_completion_costs_what_a_bare_typer_program_costs(words: str, bare: str) -> None:
     assert ratio([], completion("LLMSERVE", words), completion("BARE", bare)) <= 1.3
+
+
+def test_completing_a_rid_costs_what_a_bare_typer_program_costs(
+    monkeypatch: pytest.MonkeyPatch, runtime_root: Path
+) -> None:
+    """The instance is asked for its rids, so that this loads what speaks to it."""
+    fresh_registry(monkeypatch, runtime_root)
+    words = completion("LLMSERVE", "llmserve abort -i asked ")
+    with FakeInstance("asked") as instance:
+        instance.running = [request_info("chat-1"), request_info("chat-2")]
+        run = subprocess.run([sys.executable, "-c", LLMSERVE], env=os.environ | words, capture_output=True, text=True)
+        assert run.stdout.split() == ["chat-1", "chat-2"]
+        assert ratio([], words, completion("BARE", "bare two --name ")) <= 1.3
 
 
 def loaded(code: str, arguments: list[str], environ: dict[str, str]) -> set[str]:
