@@ -122,7 +122,7 @@ def test_importing_the_command_loads_no_command() -> None:
         check=True,
     )
     ours = {name for name in run.stdout.split() if name.startswith("llmserve.cli.")}
-    assert ours == {f"llmserve.cli.{name}" for name in ("main", "commands", "common", "console")}
+    assert ours == {f"llmserve.cli.{name}" for name in ("main", "commands", "common", "console", "format")}
     assert not {name.partition(".")[0] for name in run.stdout.split()} & HEAVY
 
 
