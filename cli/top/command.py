@@ -15,10 +15,10 @@ from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOpti
 from llmserve.cli.console import Console, printable
 
 if TYPE_CHECKING:
+    from llmserve.cli.top.glyphs import Glyphs
     from llmserve.cli.top.keys import Ui
-    from llmserve.cli.top.model import Snapshot
+    from llmserve.cli.top.snapshot import Snapshot
     from llmserve.cli.top.source import Source
-    from llmserve.cli.top.view import Glyphs
 
 ONCE_WIDTH = 100
 NOTICE_S = 5.0
@@ -52,7 +52,7 @@ def top(
 
     Press ? for the keys. Off a terminal it prints a line an interval; with --json, an object a line.
     """
-    from llmserve.cli.top import view
+    from llmserve.cli.top.glyphs import ASCII, UNICODE
     from llmserve.cli.top.keys import Ui
     from llmserve.cli.top.samples import Recorder
     from llmserve.cli.top.source import Live, Replay
@@ -67,7 +67,7 @@ def top(
         found = find_instance(instance)
         source = Live(found, Recorder(record) if record else None)
     encoding = (getattr(console.stdout, "encoding", None) or "utf-8").lower()
-    glyphs = view.ASCII if ascii_only or "utf" not in encoding else view.UNICODE
+    glyphs = ASCII if ascii_only or "utf" not in encoding else UNICODE
     interactive = console.stdout.isatty() and console.stdin.isatty() and console.environ.get("TERM") != "dumb"
     if once:
         show_once(console, source, json, glyphs, timeout)
@@ -128,8 +128,9 @@ def show_once(console: Console, source: "Source", json: bool, glyphs: "Glyphs", 
 
     Waits so long for two samples, between which there are rates. Raises CommandError (75) when nothing comes.
     """
-    from llmserve.cli.top import view
     from llmserve.cli.top.keys import Ui
+    from llmserve.cli.top.spans import text_of
+    from llmserve.cli.top.view import render
 
     with Feed(source) as feed:
         deadline = time.monotonic() + patience_s
@@ -143,8 +144,8 @@ def show_once(console: Console, source: "Source", json: bool, glyphs: "Glyphs", 
         console.json(as_json(snapshot))
         return
     width = console.out.width if console.stdout.isatty() else ONCE_WIDTH
-    lines = view.render(snapshot, Ui(readonly=True), width, 30 + len(snapshot.requests), glyphs)
-    console.print(view.text_of(lines[:-1]).rstrip())
+    lines = render(snapshot, Ui(readonly=True), width, 30 + len(snapshot.requests), glyphs)
+    console.print(text_of(lines[:-1]).rstrip())
 
 
 def show_lines(console: Console, source: "Source", json: bool, interval: float) -> None:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmserve.cli.top.model import Request, Snapshot
+from llmserve.cli.top.snapshot import Request, Snapshot
 from llmserve.cli.top.table import COLUMNS, RequestKey, arrange, key_of
 
 INTERVALS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from llmserve.cli.top.keys import KeyReader
-from llmserve.cli.top.view import Line
+from llmserve.cli.top.spans import Line
 
 ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"  # the second screen, no cursor, no wrapping
 LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from llmserve.cli import format
 from llmserve.cli.console import printable
-from llmserve.cli.top.model import Request
+from llmserve.cli.top.snapshot import Request
 
 RequestKey = tuple[str, int, int]
 """What tells rows apart: rid, index, dp_rank."""

@@ -4,7 +4,8 @@ import pytest
 from top_samples import START, samples
 
 from llmserve.cli.top.keys import Abort, Flush, KeyReader, Quit, Ui
-from llmserve.cli.top.model import Model, Snapshot
+from llmserve.cli.top.model import Model
+from llmserve.cli.top.snapshot import Snapshot
 
 A, B, EVIL, LONG = ("cmpl-a", 0, 0), ("cmpl-b", 1, 0), ("evil\x1b[2J\x07", 0, 0), ("長い名前のリクエスト", 0, 0)
 

@@ -8,8 +8,10 @@ import pytest
 from fake_instance import run
 from top_samples import BOUNDS, SECONDS, START, front, record, samples, scheduler
 
-from llmserve.cli.top.model import Model, Snapshot, quantiles
+from llmserve.cli.top.latencies import quantiles
+from llmserve.cli.top.model import Model
 from llmserve.cli.top.samples import Link, RecordingError, Sample, read
+from llmserve.cli.top.snapshot import Snapshot
 from llmserve.cli.top.source import Ended, Replay, parse_gpus
 from llmserve.runtime.messages import Histogram, ProcessInfo, SchedulerMetrics
 

@@ -7,9 +7,12 @@ import pytest
 from rich.cells import cell_len
 from top_samples import SECONDS, START, samples
 
-from llmserve.cli.top import view
+from llmserve.cli.top.glyphs import ASCII, UNICODE, Glyphs
 from llmserve.cli.top.keys import Abort, Ui
-from llmserve.cli.top.model import Model, Snapshot
+from llmserve.cli.top.model import Model
+from llmserve.cli.top.snapshot import Snapshot
+from llmserve.cli.top.spans import text_of
+from llmserve.cli.top.view import render
 
 SIZES = [(20, 5), (30, 8), (40, 10), (80, 24), (99, 30), (100, 20), (120, 40), (200, 50), (300, 80)]
 
@@ -22,15 +25,15 @@ def snapshot() -> Snapshot:
     return model.snapshot(START + SECONDS + 0.4)
 
 
-def drawn(snapshot: Snapshot, width: int, height: int, ui: Ui | None = None, glyphs: view.Glyphs = view.UNICODE) -> str:
-    return view.text_of(view.render(snapshot, ui or Ui(), width, height, glyphs))
+def drawn(snapshot: Snapshot, width: int, height: int, ui: Ui | None = None, glyphs: Glyphs = UNICODE) -> str:
+    return text_of(render(snapshot, ui or Ui(), width, height, glyphs))
 
 
 @pytest.mark.parametrize("size", [*SIZES, (1, 1), (5, 2), (12, 3)])
 @pytest.mark.parametrize("mode", ["list", "detail", "help", "filter", "confirm"])
 def test_it_is_never_larger_than_the_screen(snapshot: Snapshot, size: tuple[int, int], mode: str) -> None:
     ui = Ui(mode=mode, asked=Abort(("cmpl-a", "cmpl-b")), wanted="cmpl", chosen=("cmpl-a", 0, 0))
-    lines = view.render(snapshot, ui, *size)
+    lines = render(snapshot, ui, *size)
     assert len(lines) == size[1]
     assert max(sum(cell_len(text) for text, _ in line) for line in lines) <= size[0]
 
@@ -54,7 +57,7 @@ def test_ascii_is_ascii(snapshot: Snapshot, size: tuple[int, int]) -> None:
     plain = msgspec.structs.replace(snapshot, requests=snapshot.requests[:2])
     for mode in ("list", "detail", "help"):
         ui = Ui(mode=mode, chosen=("cmpl-a", 0, 0))
-        assert drawn(plain, *size, ui=ui, glyphs=view.ASCII).isascii()
+        assert drawn(plain, *size, ui=ui, glyphs=ASCII).isascii()
 
 
 def test_80_by_24(snapshot: Snapshot) -> None:

@@ -1,0 +1,58 @@
+"""What the picture is drawn with: the characters of both alphabets, and what each state looks like."""
+
+from typing import NamedTuple
+
+
+class Glyphs(NamedTuple):
+    spark: str
+    used: str
+    cached: str
+    free: str
+    states: dict[str, str]
+    chosen: str
+    tagged: str
+    alert: str
+    rule: str
+    ellipsis: str
+    down: str
+    up: str
+
+
+STATE_WORDS = ("ready", "starting", "draining", "paused", "stalled", "dead", "lost")
+UNICODE = Glyphs(
+    spark=" ▁▂▃▄▅▆▇█",
+    used="█",
+    cached="▒",
+    free="·",
+    states=dict(zip(STATE_WORDS, "●◌◐‖▲✖?", strict=True)),
+    chosen="▸",
+    tagged="◆",
+    alert="▲",
+    rule="─",
+    ellipsis="…",
+    down="▼",
+    up="▲",
+)
+ASCII = Glyphs(
+    spark=" .:-=+*%#",
+    used="#",
+    cached="+",
+    free=".",
+    states=dict(zip(STATE_WORDS, "*o~=!X?", strict=True)),
+    chosen=">",
+    tagged="*",
+    alert="!",
+    rule="-",
+    ellipsis="~",
+    down="v",
+    up="^",
+)
+STATE_STYLES = {
+    "ready": "good",
+    "starting": "warn",
+    "draining": "warn",
+    "paused": "warn",
+    "stalled": "bad",
+    "dead": "bad",
+    "lost": "bad",
+}

@@ -1,0 +1,74 @@
+"""Latencies of the last minute: the growth of histograms over a window, and percentiles within it."""
+
+from collections import deque
+
+from llmserve.cli.top.snapshot import Latency, Quantiles
+from llmserve.runtime.messages import Histogram, HttpMetrics
+
+WINDOW_S = 60.0
+"""Quantiles and the hit rate are over this last time."""
+SHORT_S = 5.0
+"""Quantiles of less time than this may be of a handful of tokens: of fewer than FEW, all since the start count."""
+FEW = 5
+
+
+class Latencies:
+    """What the front has counted in the window, in the order of time."""
+
+    def __init__(self) -> None:
+        self._http: deque[HttpMetrics] = deque()
+
+    def __len__(self) -> int:
+        return len(self._http)
+
+    def add(self, sample: HttpMetrics) -> None:
+        if self._http and sum(sample.e2e.counts) < sum(self._http[-1].e2e.counts):
+            self._http.clear()
+        self._http.append(sample)
+        # The newest of those older than the window stays: it is what the window is measured against.
+        while len(self._http) > 1 and self._http[1].time <= sample.time - WINDOW_S:
+            self._http.popleft()
+
+    def clear(self) -> None:
+        self._http.clear()
+
+    @property
+    def newest(self) -> HttpMetrics:
+        return self._http[-1]
+
+    def latency(self, now: float, tokens: Histogram, before: Histogram) -> Latency:
+        """As it is at `now`. The time between tokens is the scheduler's: `tokens` now, `before` the window."""
+        newest = self.newest
+        old: HttpMetrics | None = self._http[0]
+        if newest.time - self._http[0].time < SHORT_S and sum(tokens.counts) - sum(before.counts) < FEW:
+            old = None
+        return Latency(
+            window_s=min(WINDOW_S, now - old.time) if old else 0.0,
+            ttft=quantiles(newest.ttft, old.ttft if old else None),
+            itl=quantiles(tokens, before if old else None),
+            e2e=quantiles(newest.e2e, old.e2e if old else None),
+            queue=quantiles(newest.queue, old.queue if old else None),
+        )
+
+
+def quantiles(histogram: Histogram, since: Histogram | None = None) -> Quantiles:
+    """p50, p95 and p99 of what was observed after `since`, linear within a bucket as Prometheus' histogram_quantile().
+
+    A quantile that falls above the last bound is given as that bound.
+    """
+    old = since.counts if since is not None and since.bounds == histogram.bounds else (0,) * len(histogram.counts)
+    counts = [new - before for new, before in zip(histogram.counts, old, strict=True)]
+    count = sum(counts)
+    if count <= 0:
+        return Quantiles()
+
+    def at(share: float) -> float:
+        rank = share * count
+        below, low = 0, 0.0
+        for bound, number in zip(histogram.bounds, counts, strict=False):
+            if below + number >= rank and number:
+                return low + (bound - low) * (rank - below) / number
+            below, low = below + number, bound
+        return low
+
+    return Quantiles(count=count, p50=at(0.50), p95=at(0.95), p99=at(0.99))

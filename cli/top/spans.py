@@ -1,0 +1,60 @@
+"""Lines of styled text: a line is a list of (text, style), measured in the cells that a terminal gives them.
+
+Styles are names, which screen.py turns into colours or into nothing.
+"""
+
+from collections.abc import Sequence
+
+from rich.cells import cell_len, set_cell_size
+
+Span = tuple[str, str]
+Line = list[Span]
+
+
+def text_of(lines: Sequence[Line]) -> str:
+    """The lines as plain text."""
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def length(line: Line) -> int:
+    return sum(cell_len(text) for text, _ in line)
+
+
+def shorten(text: str, width: int, ellipsis: str) -> str:
+    """`text` in at most `width` cells."""
+    if cell_len(text) <= width:
+        return text
+    return set_cell_size(text, width - 1).rstrip() + ellipsis if width > 0 else ""
+
+
+def pad(text: str, width: int, right: bool, ellipsis: str) -> str:
+    """`text` in exactly `width` cells."""
+    text = shorten(text, width, ellipsis)
+    space = " " * (width - cell_len(text))
+    return space + text if right else text + space
+
+
+def clip(line: Line, width: int, ellipsis: str) -> Line:
+    """The line, cut to `width` cells where it is longer."""
+    if length(line) <= width:
+        return line
+    clipped: Line = []
+    room = width
+    for text, style in line:
+        if cell_len(text) >= room:
+            clipped.append((shorten(text, room, ellipsis) if cell_len(text) > room else text, style))
+            break
+        clipped.append((text, style))
+        room -= cell_len(text)
+    return clipped
+
+
+def beside(left: list[Line], right: list[Line], width: int) -> list[Line]:
+    """Two blocks side by side, two cells apart; the left one is `width` wide."""
+    height = max(len(left), len(right))
+    lines = []
+    for number in range(height):
+        first = clip(left[number], width, "") if number < len(left) else []
+        second = right[number] if number < len(right) else []
+        lines.append([*first, (" " * (width + 2 - length(first)), ""), *second])
+    return lines
