@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from llmserve.cli.top.source import Source
 
 ONCE_WIDTH = 100
+FIRST_S = 0.5
+"""So long the first numbers may take before it is shown that there are none yet."""
 NOTICE_S = 5.0
 """How long a message stays."""
 
@@ -172,13 +174,14 @@ def show_screen(console: Console, source: "Source", ui: "Ui", glyphs: "Glyphs") 
         with Feed(source) as feed, Screen(console.color) as screen:
             source.wake = screen.wake
             snapshot = feed.snapshot()
-            due = told = 0.0
+            due, told = time.monotonic() + FIRST_S, 0.0
+            screen.stale = False  # better nothing for a moment than a picture without numbers
             while True:
                 for notice in feed.pump():
                     ui.message, told, screen.stale = notice, time.monotonic(), True
                 if ui.message and time.monotonic() > told + NOTICE_S:
                     ui.message, screen.stale = "", True
-                first = snapshot.data_age_s is None and not feed.model.expects_data
+                first = snapshot.data_age_s is None and feed.model.has_numbers
                 if (first or time.monotonic() >= due) and not ui.paused:
                     snapshot, due, screen.stale = feed.snapshot(), time.monotonic() + ui.interval, True
                 if screen.stale:  # not for every sample that comes

@@ -18,13 +18,13 @@ class Glyphs(NamedTuple):
     up: str
 
 
-STATE_WORDS = ("ready", "starting", "draining", "paused", "stalled", "dead", "lost")
+STATE_WORDS = ("ready", "connecting", "starting", "draining", "paused", "stalled", "dead", "lost")
 UNICODE = Glyphs(
     spark=" ▁▂▃▄▅▆▇█",
     used="█",
     cached="▒",
     free="·",
-    states=dict(zip(STATE_WORDS, "●◌◐‖▲✖?", strict=True)),
+    states=dict(zip(STATE_WORDS, "●◌◌◐‖▲✖?", strict=True)),
     chosen="▸",
     tagged="◆",
     alert="▲",
@@ -38,7 +38,7 @@ ASCII = Glyphs(
     used="#",
     cached="+",
     free=".",
-    states=dict(zip(STATE_WORDS, "*o~=!X?", strict=True)),
+    states=dict(zip(STATE_WORDS, "*oo~=!X?", strict=True)),
     chosen=">",
     tagged="*",
     alert="!",
@@ -49,6 +49,7 @@ ASCII = Glyphs(
 )
 STATE_STYLES = {
     "ready": "good",
+    "connecting": "dim",
     "starting": "warn",
     "draining": "warn",
     "paused": "warn",

@@ -72,9 +72,14 @@ class Model:
         return len(self._history) >= 2 and len(self._latencies) >= 2
 
     @property
+    def has_numbers(self) -> bool:
+        """Whether a scheduler has said something."""
+        return bool(self._replicas)
+
+    @property
     def expects_data(self) -> bool:
         """Whether the instance is there and has not said anything yet."""
-        return not self._replicas and (self.link is None or self.link.status == "connecting")
+        return not self._replicas and (self.link is None or self.link.status in ("connecting", "connected"))
 
     def snapshot(self, now: float) -> Snapshot:
         """Everything as it is at `now`, which is not before the last sample."""
@@ -143,7 +148,7 @@ class Model:
             silent_s = now - self.link.time if self.link is not None and self.expects_data else 0.0
             if silent_s > STALE_S:
                 return "stalled", f"the scheduler has said nothing for {silent_s:.0f} s"
-            return "starting", ""
+            return ("connecting" if self.expects_data else "starting"), ""
         for rank, replica in self._replicas.items():
             where = f"replica {rank}: " if len(self._replicas) > 1 else ""
             if now - replica.time > STALE_S:

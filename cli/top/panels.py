@@ -47,6 +47,7 @@ def cache(frame: Frame, width: int) -> list[Line]:
     window = "-" if cache.hit_rate is None else f"{100 * cache.hit_rate:.0f}%"
     lifetime = "-" if cache.hit_rate_lifetime is None else f"{100 * cache.hit_rate_lifetime:.0f}%"
     lost = cache.retractions_last_minute
+    asked = f", {cache.asked_retractions} asked for" if cache.asked_retractions else ""
     return [
         frame.title("KV pool", f"{format.number(cache.total)} tokens", width),
         [*frame.bar(width - 10), (f" {frame.glyphs.alert} high" if high else "", "bad")],
@@ -70,8 +71,8 @@ def cache(frame: Frame, width: int) -> list[Line]:
             (f"{format.number(cache.evicted_tokens_per_s)}/s", ""),
             (f" ({format.number(cache.evicted_tokens)})", "dim"),
             ("  retracted ", "dim"),
-            (f"{frame.glyphs.alert} {lost}" if lost else "0", "warn" if lost else ""),
-            (f" last minute ({cache.retractions})", "dim"),
+            (f"{frame.glyphs.alert} {lost}/min" if lost else "0/min", "warn" if lost else ""),
+            (f" ({cache.retractions}{asked})", "dim"),
         ],
     ]
 

@@ -74,6 +74,7 @@ class Screen:
             signal.SIGQUIT: self._end,
             signal.SIGINT: self._end,
             signal.SIGTSTP: self._suspend,
+            signal.SIGCONT: self._continued,
             signal.SIGWINCH: self._resized,
         }
         self._handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -161,10 +162,15 @@ class Screen:
     def _suspend(self, number: int, _: FrameType | None) -> None:
         """Stops as a program without a handler would, with the terminal as it was; goes on from here at SIGCONT."""
         self._give_back()
-        ours = signal.signal(number, signal.SIG_DFL)
+        ours = {which: signal.signal(which, signal.SIG_DFL) for which in (number, signal.SIGCONT)}
         os.kill(os.getpid(), number)
-        signal.signal(number, ours)
+        for which, handler in ours.items():
+            signal.signal(which, handler)
         self._mode = termios.tcgetattr(self._in)
+        self._continued()
+
+    def _continued(self, *_: object) -> None:
+        """Takes the terminal anew: SIGSTOP, which nobody can catch, has left it to the shell as it was."""
         self._take()
         self.wake()
 

@@ -6,7 +6,7 @@ import msgspec
 
 SCHEMA_VERSION = 1
 
-State = Literal["starting", "ready", "draining", "paused", "stalled", "dead", "lost"]
+State = Literal["connecting", "starting", "ready", "draining", "paused", "stalled", "dead", "lost"]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,15 @@ def shorten(text: str, width: int, ellipsis: str) -> str:
     return set_cell_size(text, width - 1).rstrip() + ellipsis if width > 0 else ""
 
 
+def elide(text: str, width: int, ellipsis: str) -> str:
+    """`text` in at most `width` cells, without its middle: names differ at their ends."""
+    if cell_len(text) <= width or width < 3:
+        return shorten(text, width, ellipsis)
+    head = set_cell_size(text, width // 2)
+    tail = set_cell_size(text[::-1], width - width // 2 - 1)[::-1]
+    return head + ellipsis + tail
+
+
 def pad(text: str, width: int, right: bool, ellipsis: str) -> str:
     """`text` in exactly `width` cells."""
     text = shorten(text, width, ellipsis)

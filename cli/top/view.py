@@ -4,6 +4,7 @@ What is on top, at the bottom and in between; panels.py and rows.py draw the par
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from rich.cells import cell_len
 
@@ -15,10 +16,15 @@ from llmserve.cli.top.glyphs import STATE_STYLES, UNICODE, Glyphs
 from llmserve.cli.top.keys import HELP, Abort, Ui
 from llmserve.cli.top.model import STALE_S
 from llmserve.cli.top.snapshot import Snapshot
-from llmserve.cli.top.spans import Line, beside, clip, length, shorten
+from llmserve.cli.top.spans import Line, beside, clip, elide, length, shorten
 
 WIDE = 100
 """From this width on, blocks stand side by side."""
+
+NOTHING_YET = {
+    "connecting": "waiting for its first numbers",
+    "starting": "its numbers come when it is ready",
+}
 
 
 def render(snapshot: Snapshot, ui: Ui, width: int, height: int, glyphs: Glyphs = UNICODE) -> list[Line]:
@@ -36,25 +42,47 @@ def render(snapshot: Snapshot, ui: Ui, width: int, height: int, glyphs: Glyphs =
     return [clip(line, width, glyphs.ellipsis) for line in [header(frame), *body, *foot][:height]]
 
 
+class Part(NamedTuple):
+    """A piece of the header. `least` cells of it say something; where there is no room for them it is left out."""
+
+    text: str
+    style: str
+    importance: int
+    least: int
+
+
 def header(frame: Frame) -> Line:
+    """State and age of the data always, and as much of the rest as there is room for; long names are elided."""
     s = frame.s
-    line: Line = [(f"{frame.glyphs.states[s.state]} {s.state}", STATE_STYLES[s.state]), ("  ", "")]
-    line += [(printable(s.instance), "bold")]
-    if frame.width >= 60 and s.model:
-        line += [("  ", ""), (printable(s.model), "")]
-    if frame.width >= 30:
-        line += [(f"  weights v{s.weight_version}" if frame.width >= 60 else f" v{s.weight_version}", "dim")]
-    if frame.width >= 40:
-        line += [(f"  up {format.duration(s.uptime_s)}", "dim")]
+    state: Line = [(f"{frame.glyphs.states[s.state]} {s.state}", STATE_STYLES[s.state])]
+    parts = [
+        Part(s.reason, "bad", 1, 16),
+        Part(printable(s.instance), "bold", 0, 4),
+        Part(printable(s.model), "", 3, 8),
+    ]
+    if s.replicas:  # it has said so much already
+        version, uptime = f"weights v{s.weight_version}", f"up {format.duration(s.uptime_s)}"
+        parts += [Part(version, "dim", 2, len(version)), Part(uptime, "dim", 4, len(uptime))]
     if s.replicas > 1:
-        line += [(f"  {s.replicas} replicas", "dim")]
+        replicas = f"{s.replicas} replicas"
+        parts.append(Part(replicas, "dim", 2, len(replicas)))
     right = freshness(frame)
-    gap = frame.width - length(line) - length(right)
-    if s.reason and frame.width >= 60:
-        reason = f"  {s.reason}"
-        line = [*line[:1], (reason, "bad"), *line[1:]]
-        gap -= cell_len(reason)
-    return [*line, (" " * max(2, gap), ""), *right]
+    room = frame.width - length(state) - length(right) - 2
+    widths: dict[Part, int] = {}
+    for part in sorted(parts, key=lambda part: part.importance):
+        least = min(part.least, cell_len(part.text))
+        if part.text and least + 2 <= room:
+            widths[part] = least
+            room -= least + 2
+    line = state
+    for part in sorted(widths, key=lambda part: part.importance):
+        more = min(room, cell_len(part.text) - widths[part])
+        widths[part] += more
+        room -= more
+    for part in parts:
+        if part in widths:
+            line += [("  ", ""), (elide(part.text, widths[part], frame.glyphs.ellipsis), part.style)]
+    return [*line, (" " * max(1, frame.width - length(line) - length(right)), ""), *right]
 
 
 def freshness(frame: Frame) -> Line:
@@ -62,7 +90,7 @@ def freshness(frame: Frame) -> Line:
         return [("display stopped", "warn")]
     age = frame.s.data_age_s
     if age is None:
-        return [("no data yet", "dim")]
+        return [("no data yet" if frame.width >= 60 else "", "dim")]
     if age > STALE_S:
         return [(f"{frame.glyphs.alert} data {format.duration(age)} old", "bad")]
     return [(f"data {format.duration(age)} old" if frame.width >= 60 else format.duration(age), "dim")]
@@ -107,6 +135,8 @@ def help(frame: Frame) -> list[Line]:
 
 def overview(frame: Frame, room: int) -> list[Line]:
     """As many blocks as there is room for, the table of requests below them."""
+    if frame.s.data_age_s is None:
+        return [[], [("  " + NOTHING_YET.get(frame.s.state, ""), "dim")]]
     top = blocks(frame, room)
     return [*top, *rows.table(frame, room - len(top))]
 

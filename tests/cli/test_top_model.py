@@ -164,7 +164,7 @@ def test_an_instance_that_says_nothing_is_stalled_after_a_while() -> None:
     model = fed(samples(10))
     model.add(Link(time=START + 11, status="connecting", name="prod"))
     assert model.expects_data
-    assert model.snapshot(START + 12).state == "starting"
+    assert model.snapshot(START + 12).state == "connecting"
     found = model.snapshot(START + 15)
     assert (found.state, found.reason) == ("stalled", "the scheduler has said nothing for 4 s")
     assert found.processes == ()  # those of the life before

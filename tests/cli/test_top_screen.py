@@ -139,6 +139,21 @@ def test_it_stops_and_goes_on(recording: Path) -> None:
         shell.close(force=True)
 
 
+def test_it_takes_the_terminal_again_after_a_stop_that_it_could_not_see(recording: Path) -> None:
+    with terminal("--replay", str(recording)) as child:
+        child.expect("cmpl-a")
+        child.kill(signal.SIGSTOP)
+        mode = termios.tcgetattr(child.child_fd)
+        mode[3] |= termios.ICANON | termios.ECHO  # as a shell would have it
+        termios.tcsetattr(child.child_fd, termios.TCSANOW, mode)
+        child.kill(signal.SIGCONT)
+        child.expect(re.escape(ENTERED))
+        child.expect("cmpl-a")
+        assert termios.tcgetattr(child.child_fd)[3] & termios.ICANON == 0
+        child.send("q")
+        assert ends(child) == 0
+
+
 def test_it_is_drawn_as_often_as_asked(recording: Path) -> None:
     with terminal("--replay", str(recording), "--interval", "0.2", size=(24, 120)) as child:
         child.expect("every 0.2s")
@@ -263,7 +278,8 @@ def test_a_scheduler_that_says_nothing_is_told_from_one_that_starts() -> None:
         assert (result.code, result.out) == (75, "")
         assert "has said nothing for 0.5 s" in result.err
         with terminal("--interval", "0.2") as child:
-            child.expect("starting.*fake")
+            child.expect("connecting.*fake")
+            assert "v0" not in child.before + child.after
             child.expect(r"stalled.*has said nothing for \d+ s.*fake")
             child.send("q")
             assert ends(child) == 0

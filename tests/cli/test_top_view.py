@@ -72,12 +72,55 @@ def test_80_by_24(snapshot: Snapshot) -> None:
     assert words[4:7] == ["prefill 50 tok/s", "decode 100 tok/s", "requests 2.0/s"]
     assert "used 2.5k (25%) cached 5.0k free 2.5k" in words
     assert "hit rate 80% last minute, 40% since the start" in words
-    assert "evicted 10/s (1.2k) retracted ▲ 2 last minute (4)" in words
+    assert "evicted 10/s (1.2k) retracted ▲ 2/min (4, 12 asked for)" in words
     assert "p50/p95 ttft 550ms/955ms itl 550ms/955ms e2e 550ms/955ms queue 550ms/955ms" in words
     table = words.index("RID STATE AGE▼ PROMPT CACHED OUTPUT TOK/S")
     assert words[table + 1] == "▸ cmpl-a decode 2m00s 2.0k 64 120/200 12.5"
     assert words[table + 3].startswith("evil␛[2J␇ prefill")
     assert words[-1] == "q quit ? help a abort f flush / filter s sort Space tag Enter detail"
+
+
+LONG_MODEL = "an-organization/A-Model-With-A-Very-Long-Name-That-Nobody-Reads-7B-Instruct-Q4_0.gguf"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("state", "reason"), [("ready", ""), ("stalled", "the scheduler has said nothing for 5 s")])
+def test_a_long_name_hides_neither_state_nor_age(
+    snapshot: Snapshot, size: tuple[int, int], state: str, reason: str
+) -> None:
+    named = msgspec.structs.replace(
+        snapshot, instance="an-instance-with-a-name", model=LONG_MODEL, state=state, reason=reason
+    )
+    first = drawn(named, *size).splitlines()[0]
+    assert f" {state}" in first
+    assert first.endswith("400ms" if size[0] < 60 else "data 400ms old")
+
+
+def test_names_are_elided_in_their_middle(snapshot: Snapshot) -> None:
+    named = msgspec.structs.replace(snapshot, model=LONG_MODEL)
+    assert drawn(named, 80, 24).splitlines()[0] == (
+        "● ready  prod  an-organizati…ct-Q4_0.gguf  weights v3  up 18m40s  data 400ms old"
+    )
+    assert LONG_MODEL in drawn(named, 200, 50).splitlines()[0]
+    wide = msgspec.structs.replace(snapshot, instance="長い名前のインスタンス" * 5)
+    first = drawn(wide, 80, 24).splitlines()[0]
+    assert first.startswith("● ready  長い名前")
+    assert first.endswith("data 400ms old")
+
+
+def test_only_retractions_that_nobody_asked_for_alert(snapshot: Snapshot) -> None:
+    calm = msgspec.structs.replace(snapshot.cache, retractions_last_minute=0)
+    text = drawn(msgspec.structs.replace(snapshot, cache=calm), 80, 24)
+    assert "retracted 0/min (4, 12 asked for)" in text
+    assert "▲" not in text
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_before_the_first_numbers_none_are_shown(size: tuple[int, int]) -> None:
+    text = drawn(Model().snapshot(START), *size)
+    assert text.startswith("◌ connecting")
+    assert "v0" not in text
+    assert "0/s" not in text
 
 
 def test_wide_shows_processes_beside_latencies(snapshot: Snapshot) -> None:
