@@ -3,6 +3,7 @@
 Light on purpose (no rich, zmq or torch at import): every command imports it, completion and --help included.
 """
 
+import os
 from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated
@@ -86,7 +87,12 @@ def find_instance(name: str | None) -> "InstanceRecord":
     """The running instance called `name`, or the only one. Raises InstanceError (exit 2, 3 or 69)."""
     from llmserve.runtime import instance
 
-    return instance.find_instance(name)
+    try:
+        return instance.find_instance(name)
+    except instance.InstanceError as error:
+        if name is None or name != os.environ.get("LLMSERVE_INSTANCE"):
+            raise
+        raise instance.InstanceError(f"{error} (the name is that of LLMSERVE_INSTANCE)", error.exit_code) from None
 
 
 def confirm(console: Console, count: Callable[[], int], what: str, yes: bool) -> None:

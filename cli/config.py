@@ -8,8 +8,7 @@ import typer
 
 from llmserve.cli.common import JsonOption, console_of
 from llmserve.cli.config_file import default_path, file_in_effect
-
-KEYS = {"LLMSERVE_API_KEY": "api-key", "LLMSERVE_ADMIN_API_KEY": "admin-api-key"}
+from llmserve.cli.sources import KEYS, name_of, unknown_variables
 
 
 def config(
@@ -27,7 +26,10 @@ def config(
     """
     console = console_of(ctx)
     file = file_in_effect(config, os.environ)
-    rows = resolve(ctx, file)
+    launch = launch_context(ctx, file)
+    for warning in unknown_variables(launch.command, os.environ):
+        console.note(warning)
+    rows = resolve(launch, file)
     if json:
         console.json({"file": str(file) if file else None, "options": rows})
         return
@@ -36,17 +38,21 @@ def config(
         console.note(f"there is no configuration file at {default_path(os.environ)}")
 
 
-def resolve(ctx: typer.Context, file: Path | None) -> list[dict[str, Any]]:
-    """One row an option of launch: its name, its value and the source of it, as Typer itself works them out."""
+def launch_context(ctx: typer.Context, file: Path | None) -> Any:
+    """Launch as it would be called here without a flag."""
     group: Any = ctx.find_root().command
     group.load("launch")
     arguments = ["--config", str(file)] if file else []
-    launch = group.commands["launch"].make_context("launch", arguments)
+    return group.commands["launch"].make_context("launch", arguments, parent=ctx.parent)
+
+
+def resolve(launch: Any, file: Path | None) -> list[dict[str, Any]]:
+    """One row an option of launch: its name, its value and the source of it, as Typer itself works them out."""
     rows = []
     for parameter in launch.command.params:
         if parameter.name in ("config", "detach", "help"):
             continue
-        name = parameter.opts[0].removeprefix("--")
+        name = name_of(parameter)
         source = launch.get_parameter_source(parameter.name).name
         places = {"ENVIRONMENT": f"variable {parameter.envvar}", "DEFAULT_MAP": f"file {file}", "DEFAULT": "default"}
         value = launch.params[parameter.name]

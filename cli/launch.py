@@ -10,6 +10,7 @@ import typer
 from llmserve.cli.common import console_of
 from llmserve.cli.config_file import ConfigOption
 from llmserve.cli.console import Console
+from llmserve.cli.sources import places_told, unknown_variables
 from llmserve.runtime.config import ConfigError, Secrets, ServerArgs
 
 MODEL, SERVER, BATCHING, TIMES, KEYS, SWITCHES = "Model", "Server", "Memory and batching", "Times", "Keys", "Switches"
@@ -242,20 +243,37 @@ def launch(
     """
     options = {key: value for key, value in locals().items() if key in ServerArgs.__struct_fields__}
     console = console_of(ctx)
-    secrets = Secrets(
-        api_key=read_key(console, "API_KEY", api_key_file),
-        admin_api_key=read_key(console, "ADMIN_API_KEY", admin_api_key_file),
-    )
-    args = ServerArgs.validated(
-        **options
-        | {"model": default_model() if model is None else model, "served_model_names": tuple(served_model_name or ())}
-    )
-    if not args.host.startswith(LOOPBACK) and secrets.api_key is None:
-        console.note(f"warning: anyone who reaches {args.host} can use this server; set an API key to prevent it")
+    for warning in unknown_variables(ctx.command, os.environ):
+        console.note(warning)
+    with places_told(ctx):
+        secrets = Secrets(
+            api_key=read_key(console, "API_KEY", api_key_file),
+            admin_api_key=read_key(console, "ADMIN_API_KEY", admin_api_key_file),
+        )
+        names = tuple(served_model_name or ())
+        model = default_model() if model is None else model
+        args = ServerArgs.validated(**options | {"model": model, "served_model_names": names})
+        if not args.host.startswith(LOOPBACK):
+            warn_of_open_doors(console, args.host, secrets)
 
-    from llmserve.cli.starting import run_attached, run_detached
+        from llmserve.cli.starting import run_attached, run_detached
 
-    raise typer.Exit((run_detached if detach else run_attached)(console, args, secrets))
+        code = (run_detached if detach else run_attached)(console, args, secrets)
+    raise typer.Exit(code)
+
+
+def warn_of_open_doors(console: Console, host: str, secrets: Secrets) -> None:
+    """Says what a server that other machines reach lets them do."""
+    if secrets.api_key is None and secrets.admin_api_key is None:
+        console.note(
+            f"warning: anyone who reaches {host} can use this server and its admin routes, which abort requests, pause "
+            "it and swap its weights; set an API key to prevent it (--api-key-file or LLMSERVE_API_KEY)"
+        )
+    elif secrets.api_key is None:
+        console.note(
+            f"warning: anyone who reaches {host} can use this server, but for its admin routes; set an API key to "
+            "prevent it (--api-key-file or LLMSERVE_API_KEY)"
+        )
 
 
 def default_model() -> str:

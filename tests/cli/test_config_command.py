@@ -9,6 +9,7 @@ from fake_instance import fresh_registry, run
 
 from llmserve.cli import launch
 from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.launch import LaunchError
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +84,55 @@ def test_launch_runs_with_flag_over_variable_over_file(home: Path, monkeypatch: 
     assert run("launch", "--max-queued-requests", "7").code == 0
     (args,) = launched
     assert (args.port, args.name, args.queue_timeout, args.max_queued_requests) == (1111, "varied", 5.0, 7)
+
+
+# ---- errors name the place where the value is to be mended ---------------------------------------------------------
+
+
+def test_an_error_names_the_variable_or_the_key_that_set_the_option(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(home / "f.toml", "queue-timeout = -1")
+    typed = run("launch", "m", "--max-model-len", "0")
+    assert typed.err == "llmserve: --max-model-len 0: must be at least 1\n"
+    filed = run("launch", "m", "--config", str(file))
+    assert (filed.code, "--queue-timeout is set by queue-timeout in " + str(file) in filed.err) == (78, True)
+    monkeypatch.setenv("LLMSERVE_MAX_MODEL_LEN", "0")
+    varied = run("launch", "m")
+    assert varied.code == 78
+    assert varied.err.endswith("(--max-model-len is set by the variable LLMSERVE_MAX_MODEL_LEN)\n")
+
+
+def test_an_error_of_the_start_names_the_place_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmserve.cli import starting
+
+    def fail(*_: object) -> int:
+        raise LaunchError("--page-size 7: no; --port 1 is taken, says org/m", exit_code=1)
+
+    monkeypatch.setattr(starting, "run_attached", fail)
+    monkeypatch.setenv("LLMSERVE_PAGE_SIZE", "7")
+    monkeypatch.setenv("LLMSERVE_MODEL", "org/m")
+    done = run("launch")
+    assert done.code == 1
+    assert done.err.endswith("org/m (--page-size is set by the variable LLMSERVE_PAGE_SIZE)\n")
+
+
+@pytest.mark.parametrize("command", ["launch", "config"])
+def test_a_variable_that_cannot_be_read_is_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMSERVE_PORT", "many")
+    done = run(command)
+    assert (done.code, done.out) == (78, "")
+    assert done.err.startswith("llmserve: the variable LLMSERVE_PORT is 'many': ")
+
+
+@pytest.mark.parametrize("command", ["launch --max-model-len 0", "config"])
+def test_a_variable_that_nothing_reads_is_warned_of(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMSERVE_PROT", "1")
+    monkeypatch.setenv("LLMSERVE_QQ", "1")
+    monkeypatch.setenv("LLMSERVE_INSTANCE", "x")
+    lines = run(*command.split()).err.splitlines()
+    assert lines[:2] == [
+        "warning: there is no variable LLMSERVE_PROT, it is ignored; did you mean LLMSERVE_PORT?",
+        "warning: there is no variable LLMSERVE_QQ, it is ignored",
+    ]
+    assert not [line for line in lines[2:] if line.startswith("warning")]

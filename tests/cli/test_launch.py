@@ -190,8 +190,13 @@ def test_what_is_not_a_key_is_refused_without_showing_it(seen: Launched, tmp_pat
 
 
 def test_an_open_host_without_a_key_is_warned_of(seen: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "set an API key" in invoke("m", "--host", "0.0.0.0").stderr
+    """And of what else is open then."""
+    open_to_all = invoke("m", "--host", "0.0.0.0").stderr
+    assert "its admin routes, which abort requests" in open_to_all
+    assert "set an API key" in open_to_all
     assert invoke("m").stderr == ""
+    monkeypatch.setenv("LLMSERVE_ADMIN_API_KEY", "a")
+    assert "but for its admin routes; set an API key" in invoke("m", "--host", "0.0.0.0").stderr
     monkeypatch.setenv("LLMSERVE_API_KEY", "k")
     assert invoke("m", "--host", "0.0.0.0").stderr == ""
 

@@ -70,6 +70,8 @@ def test_the_name_may_come_from_the_environment(fake: FakeInstance, monkeypatch:
     result = run("ping")
     assert result.code == 3
     assert '"absent"' in result.err
+    assert "LLMSERVE_INSTANCE" in result.err
+    assert "LLMSERVE_INSTANCE" not in run("ping", "-i", "other").err
 
 
 def test_another_protocol_is_exit_76() -> None:
