@@ -4,6 +4,7 @@ The front counts outcomes and times what clients see; the scheduler's own number
 last ones are kept, so that an idle scheduler's zeros show as soon as it has pushed them.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
@@ -11,8 +12,9 @@ from typing import Literal, NamedTuple
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from llmserve.runtime.histogram import Recorder, buckets
+from llmserve.runtime.histogram import COARSE, Recorder, buckets
 from llmserve.runtime.messages import Histogram, HttpMetrics, ProcessInfo, SchedulerMetrics
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
@@ -97,6 +99,7 @@ HISTOGRAMS = (
 )
 ITL = Described("itl", "inter_token_latency_seconds", "Between the tokens of a request, streamed or not.")
 PREFIX = "llmserve_"
+BOUNDS = {*buckets(-4, 3, COARSE), math.inf}
 
 
 def exposition(front: HttpMetrics, scheduler: SchedulerMetrics | None) -> bytes:
@@ -145,9 +148,10 @@ class _Export(Collector):
 
 def _histogram(name: str, help: str, histogram: Histogram) -> Metric:
     cumulative, total = [], 0
-    for bound, count in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
+    for bound, count in zip([*histogram.bounds, math.inf], histogram.counts, strict=True):
         total += count
-        cumulative.append((bound, total))
+        if bound in BOUNDS:
+            cumulative.append((floatToGoString(bound), total))
     return HistogramMetricFamily(PREFIX + name, help, buckets=cumulative, sum_value=histogram.sum)
 
 

@@ -1,6 +1,7 @@
 """What is measured, and how Prometheus reads it."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,8 +29,18 @@ def samples(front: HttpMetrics, scheduler: SchedulerMetrics | None = None) -> di
     }
 
 
-def test_buckets_are_six_a_decade() -> None:
-    assert buckets(-1, 1) == (0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10)
+def test_buckets_are_close_and_those_of_prometheus_are_among_them() -> None:
+    bounds = buckets(-1, 1)
+    assert (bounds[0], bounds[-1]) == (0.1, 10)
+    assert max(high / low for low, high in pairwise(bounds)) < 1.13
+    assert {0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10} < set(bounds)
+
+
+def test_prometheus_gets_six_buckets_a_decade() -> None:
+    found = samples(FrontMetrics().snapshot())
+    bounds = [labels[0] for name, labels in found if name == "llmserve_request_latency_seconds_bucket"]
+    assert len(bounds) == 6 * 5 + 2
+    assert bounds[:3] + bounds[-2:] == ["0.01", "0.015", "0.02", "1000.0", "+Inf"]
 
 
 def test_an_observation_falls_into_the_bucket_that_it_is_at_most() -> None:
