@@ -49,6 +49,7 @@ from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.ports import PortArgs
 from llmserve.runtime.schedulers import Schedulers
 from llmserve.runtime.tokenizer import Tokenizer
+from llmserve.runtime.usage import Meter
 from llmserve.runtime.validation import Limits, RequestError
 from llmserve.runtime.watchers import Watchers
 from llmserve.runtime.wire import Pull, Push
@@ -113,7 +114,7 @@ class TokenizerManager:
         self._pull: Pull | None = None
         self._metrics_pull: Pull | None = None
         self._detokenizer: Push | None = None
-        self._processes = {"main": psutil.Process()}
+        self._meters = {"main": Meter(psutil.Process())}
         self._watchers = Watchers(Path(ports.metrics_ipc_name.removeprefix("ipc://")).parent)
 
     # ---- life ------------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class TokenizerManager:
         The detokenizer, which has no metrics of its own, is shown among those of the front.
         """
         if detokenizer_pid is not None:
-            self._processes["detokenizer"] = psutil.Process(detokenizer_pid)
+            self._meters["detokenizer"] = Meter(psutil.Process(detokenizer_pid))
         self.limits = self.limits._replace(max_model_len=max_model_len)
         self._heard = self._moved = time.monotonic()
         self.state = "ready"
@@ -283,16 +284,16 @@ class TokenizerManager:
     def http_metrics(self) -> HttpMetrics:
         """The front's numbers of this moment."""
         processes = []
-        for role, process in self._processes.items():
+        for role, meter in self._meters.items():
             with contextlib.suppress(psutil.Error):  # it has just died; the supervisor sees to that
-                rss_bytes, cpu_percent = process.memory_info().rss, process.cpu_percent()
+                usage = meter.read()
                 dropped = self._watchers.dropped if role == "main" else 0
                 processes.append(
                     ProcessInfo(
                         role=role,
-                        pid=process.pid,
-                        rss_bytes=rss_bytes,
-                        cpu_percent=cpu_percent,
+                        pid=meter.pid,
+                        rss_bytes=usage.rss_bytes,
+                        cpu_percent=usage.cpu_percent,
                         dropped_messages=dropped,
                     )
                 )

@@ -11,6 +11,7 @@ import psutil
 
 from llmserve.runtime.messages import GetLoadReqOutput, ProcessInfo, RequestInfo, SchedulerMetrics
 from llmserve.runtime.scheduler.request import Request
+from llmserve.runtime.usage import Meter
 
 if TYPE_CHECKING:
     from llmserve.runtime.scheduler.loop import Scheduler
@@ -32,6 +33,7 @@ class Snapshots:
         self._dp_rank = dp_rank
         self._began = scheduler.now()
         self._process = psutil.Process()
+        self._meter = Meter(self._process)
 
     @property
     def uptime_s(self) -> float:
@@ -105,12 +107,13 @@ class Snapshots:
         ranks = [msgspec.structs.replace(rank, dp_rank=self._dp_rank) for rank in self.ranks()]
         if ranks:
             return (msgspec.structs.replace(ranks[0], dropped_messages=self.dropped_messages()), *ranks[1:])
+        usage = self._meter.read()
         own = ProcessInfo(
             role="scheduler",
             pid=os.getpid(),
             dp_rank=self._dp_rank,
-            rss_bytes=self._process.memory_info().rss,
-            cpu_percent=self._process.cpu_percent(),
+            rss_bytes=usage.rss_bytes,
+            cpu_percent=usage.cpu_percent,
             weight_bytes=self._scheduler.worker.info.weight_bytes,
             dropped_messages=self.dropped_messages(),
         )
