@@ -118,14 +118,16 @@ class Stack:
         self.instance.update(
             host=args.host, port=args.port, model=args.model, served_model_names=args.served_model_names
         )
-        if alone(args):
-            # The children import while we look for the checkpoint: most of the time of a start is theirs.
+        early = hub.local_path(args.model) is not None and alone(args)
+        if early:
+            # The children import while we read the checkpoint's config: most of the time of a start is theirs.
             self._spawn_all()
         self.checkpoint = await in_thread(hub.resolve, args.model, args.load_format)
         config = self.checkpoint.config
         if not alone(args):
             check_split(args, config)
             check_ports(args)
+        if not early:
             self._spawn_all()
         log.info("found model path=%s", self.checkpoint.path)
         self.observer.stage("model", f"{self.checkpoint.name} ({config.model_type}, {self.checkpoint.format})")

@@ -60,20 +60,35 @@ def resolve(model: str, load_format: LoadFormat = "auto") -> Checkpoint:
     """
     path = Path(model).expanduser()
     name = path.name if path.name not in ("", "..") else path.resolve().name
-    if not path.exists():
-        path = _from_hub(model)
-    path = path.resolve() if path.suffix != ".gguf" else path.absolute()
-    if path.is_dir() and not (path / "config.json").is_file():
-        path = _only_gguf(path)
+    path = local_path(model) or _checkpoint_in(_from_hub(model))
     if path.is_file():
         return _gguf_checkpoint(path, name, load_format)
     return _directory_checkpoint(path, name, load_format)
 
 
+def local_path(model: str) -> Path | None:
+    """The checkpoint's directory or .gguf file on this machine, None where it may be on the hub; reads none of it.
+
+    Raises ConfigError for what can be neither.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return _checkpoint_in(path)
+    if not _HUB_ID.fullmatch(_repository_of(model)[0]):
+        raise ConfigError(f"{model} does not exist, and it is not a hub id (ORG/NAME)")
+    return None
+
+
+def _checkpoint_in(path: Path) -> Path:
+    path = path.resolve() if path.suffix != ".gguf" else path.absolute()
+    if path.is_file() and path.suffix != ".gguf":
+        raise ConfigError(f"{path} is a file; expected a directory or a .gguf file")
+    return _only_gguf(path) if path.is_dir() and not (path / "config.json").is_file() else path
+
+
 def _gguf_checkpoint(path: Path, name: str, load_format: LoadFormat) -> Checkpoint:
-    if load_format == "safetensors" or path.suffix != ".gguf":
-        expected = "a directory with safetensors" if load_format == "safetensors" else "a directory or a .gguf file"
-        raise ConfigError(f"{path} is a file; expected {expected}")
+    if load_format == "safetensors":
+        raise ConfigError(f"{path} is a file; --load-format safetensors: expected a directory with safetensors")
     files = convert.converted_gguf(read_header(path))
     return Checkpoint(str(path), "gguf", name, str(files), _read_config(files))
 
@@ -120,13 +135,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _repository_of(model: str) -> tuple[str, str]:
+    """The repository that a hub id names, and the file in it, "" where it names none."""
+    parts = model.split("/")
+    if len(parts) == 3 and parts[2].endswith(".gguf"):
+        return "/".join(parts[:2]), parts[2]
+    return model, ""
+
+
 def _from_hub(model: str) -> Path:
     """The local path of a hub id, downloaded if need be. huggingface_hub honours HF_HOME and HF_HUB_OFFLINE."""
-    parts = model.split("/")
-    file = parts[2] if len(parts) == 3 and parts[2].endswith(".gguf") else ""
-    repository = "/".join(parts[:2]) if file else model
-    if not _HUB_ID.fullmatch(repository):
-        raise ConfigError(f"{model} does not exist, and it is not a hub id (ORG/NAME)")
+    repository, file = _repository_of(model)
     from huggingface_hub import errors, snapshot_download
 
     wanted = [re.sub(r"-\d{5}-of-", "-*-of-", file)] if file else _WANTED  # all parts of a file in parts

