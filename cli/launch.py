@@ -118,7 +118,7 @@ def launch(
         option(
             "--chunked-prefill-size",
             BATCHING,
-            "Tokens in a step, at most: a longer prompt is read in parts, so that others go on meanwhile.",
+            "Tokens of prompts in a step, at most; fewer where that would hold up answers that are under way.",
             metavar="TOKENS",
         ),
     ] = 512,
@@ -130,7 +130,7 @@ def launch(
         option(
             "--schedule-policy",
             BATCHING,
-            "Who runs next: fcfs, the first come, or lpm, the longest cached prefix.",
+            "Who runs next: fcfs, the first come, or lpm: the longest cached prefix, the least left to compute.",
             metavar="POLICY",
         ),
     ] = "lpm",

@@ -226,7 +226,9 @@ class Scheduler:
         """Applies the oldest step, if it is done or if `wait`."""
         if not self._in_flight or not (wait or self._in_flight[0].handle.done()):
             return False
-        self.results.apply(self._in_flight.popleft(), self.now)
+        step = self._in_flight.popleft()
+        self.results.apply(step, self.now)
+        self.policy.observe(step.shares, self.results.counters.step_s)
         return True
 
     def _send(self) -> None:

@@ -5,12 +5,15 @@ step gives each chosen request some tokens to catch up with: one that decodes is
 arrived by its whole prompt, one that was retracted by its prompt and what it had generated. Chunked prefill, prefix
 hits and retraction all fall out of that.
 
-1. What runs goes on, oldest first. One token is free; all larger chunks share a budget of `chunked_prefill_size`. When
-   memory runs out the youngest is retracted; a request that is itself the youngest skips the step. So the oldest always
-   gets on.
-2. Then the queue, while there is budget, a free place, and memory also for what the running ones are expected to need.
-   "lpm" prefers the longest cached prefix; a second of waiting weighs as much as a chunk of it, so nobody starves.
-   A request whose next pages are being computed by another one waits for these instead of computing them too.
+1. One token is free, so what decodes goes on in every step. All larger chunks share a budget: `chunked_prefill_size`,
+   or less while there are decodes that this would hold up (pace.py).
+2. Half of the budget is for the oldest that wants it. The rest goes to those that have least left to compute, so that
+   a short prompt does not wait for long ones. With "fcfs" all of it goes by age.
+3. From the queue start, in the same order, those that get a part of the budget, while there are places and memory also
+   for what the running ones are expected to need. The oldest is passed by a few times at most. A request whose next
+   pages are being computed by another one waits for these instead of computing them too.
+4. Memory is given out by age. When it runs out the youngest is retracted; a request that is itself the youngest skips
+   the step. So the oldest always gets on, and as each becomes the oldest one day, nobody starves.
 """
 
 from collections.abc import Callable
@@ -18,12 +21,15 @@ from collections.abc import Callable
 from llmserve.runtime.cache.kv_cache import KVCache
 from llmserve.runtime.cache.radix import ELEMENT_BYTES
 from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.scheduler.pace import Pace
 from llmserve.runtime.scheduler.request import Request, RequestTable, Share
 
 WINDOW = 128
 """So many waiting requests are looked at in a step: those that came first."""
 FORESIGHT = 1024
 """At most so many future tokens of a request count when its need of memory is estimated."""
+PATIENCE = 4
+"""So many younger ones at most pass by the first of the queue when no older prompt is under way."""
 
 
 class Policy:
@@ -35,10 +41,11 @@ class Policy:
         retract: Callable[[Request], None],
         depth: int = 1,
     ) -> None:
-        """`depth` steps can be in flight: each takes its part of what runs, so that the others find something to do."""
+        """`depth` steps can be in flight: each takes its part of what decodes, to leave the others something."""
+        self.pace = Pace(min(kv.page_size, args.chunked_prefill_size), args.chunked_prefill_size)
         self._chunk = args.chunked_prefill_size
         self._max_running = args.max_running_requests
-        self._lpm = args.schedule_policy == "lpm" and args.prefix_cache
+        self._by_age = args.schedule_policy == "fcfs"
         self._kv = kv
         self._table = table
         self._retract = retract
@@ -49,21 +56,26 @@ class Policy:
 
     def schedule(self, now: float, admit: bool) -> list[Share]:
         """The next step, its pages allocated. Takes from the queue only if `admit`; `now` in seconds."""
-        shares: list[Share] = []
-        budget = self._chunk
         self._expected = max(0.1, self._expected * 0.995)
-        part = -(-len(self._table.running) // self._depth)
-        for request in tuple(self._table.running):
-            if len(shares) == part:
-                break
-            if request.lease is None or request.ending is not None:  # retracted just now, or about to end
-                continue
-            decodes = request.pending == 1
-            count = 1 if decodes else min(request.pending, budget)
-            if count and self._make_room(request, count):
+        running = self._table.running
+        decoding = [request for request in running if request.pending == 1 and request.ending is None]
+        decoding = decoding[: -(-len(running) // self._depth)]
+        prompts = {request: request.pending for request in running if request.pending > 1 and request.ending is None}
+        budget = self._chunk if all(request.prefilling for request in running) else self.pace.budget(len(decoding))
+        if admit:
+            self._start(prompts, budget, now)
+        counts = dict.fromkeys(decoding, 1) | self._divide(prompts, budget)
+        shares: list[Share] = []
+        for request in tuple(running):
+            count = counts.get(request, 0)
+            if count and request.lease is not None and self._make_room(request, count):  # or else retracted just now
                 shares.append(Share(request, request.scheduled, count))
-                budget -= 0 if decodes else count
-        return shares + self._take_from_queue(now, budget) if admit else shares
+        return shares
+
+    def observe(self, shares: list[Share], seconds: float) -> None:
+        """A step with these shares has taken so long."""
+        decodes = sum(share.length == 1 for share in shares)
+        self.pace.observe(decodes, sum(share.length for share in shares) - decodes, seconds)
 
     def _make_room(self, request: Request, count: int) -> bool:
         assert request.lease is not None
@@ -76,14 +88,28 @@ class Policy:
             self._expected = min(1.0, self._expected + 0.2)
         return True
 
-    def _take_from_queue(self, now: float, budget: int) -> list[Share]:
-        shares: list[Share] = []
-        kv, running = self._kv, self._table.running
-        if not self._table.waiting or len(running) >= self._max_running or budget <= 0:
-            return shares
-        spare = kv.available - sum(self._still_needed(request) for request in running)
-        for request in self._candidates():
-            if budget <= 0 or len(running) >= self._max_running:
+    def _divide(self, prompts: dict[Request, int], budget: int) -> dict[Request, int]:
+        """The parts of the budget that go to requests with so many tokens left to compute."""
+        if not prompts:
+            return {}
+        oldest = min(prompts, key=_age)
+        counts = {oldest: min(prompts[oldest], -(-budget // 2))}
+        budget -= counts[oldest]
+        for request in sorted(prompts, key=_age if self._by_age else lambda r: _by_need(r, prompts[r])):
+            first = counts.get(request, 0)
+            counts[request] = first + min(prompts[request] - first, budget)
+            budget -= counts[request] - first
+        return counts
+
+    def _start(self, prompts: dict[Request, int], budget: int, now: float) -> None:
+        """Starts those of the queue that get a part of the budget beside `prompts`, and adds them to these."""
+        kv, table = self._kv, self._table
+        free = self._max_running - len(table.running)
+        if not table.waiting or free <= 0:
+            return
+        spare = kv.available - sum(self._still_needed(request) for request in table.running)
+        for request, left in self._candidates(prompts):
+            if free <= 0 or not self._divide({**prompts, request: left}, budget)[request]:
                 break
             cached, locked = kv.match(request.namespace, request.tokens, request.reusable)
             if self._cached_soon(request, cached):
@@ -91,21 +117,23 @@ class Policy:
             needed = self._expected_pages(request) - locked
             if needed > spare:
                 break
-            lease = kv.lease(request.namespace, request.tokens, request.reusable)
-            self._table.start(request, lease, lease.num_pages * kv.page_size, now)
             spare -= needed
-            count = min(request.pending, budget)
-            if kv.grow(lease, request.scheduled + count):
-                shares.append(Share(request, request.scheduled, count))
-                budget -= count
-        return shares
+            free -= 1
+            if table.waiting[0] is not request:
+                table.waiting[0].passed_by += 1
+            lease = kv.lease(request.namespace, request.tokens, request.reusable)
+            table.start(request, lease, lease.num_pages * kv.page_size, now)
+            prompts[request] = request.pending
 
-    def _candidates(self) -> list[Request]:
+    def _candidates(self, prompts: dict[Request, int]) -> list[tuple[Request, int]]:
+        """Those that may start, in the order in which they should, and how many tokens each has left to compute."""
         window = self._table.waiting[:WINDOW]
-        if not self._lpm:
-            return window
-        match = self._kv.match
-        return sorted(window, key=lambda r: r.arrival * self._chunk - match(r.namespace, r.tokens, r.reusable)[0])
+        left = {r: r.known - self._kv.match(r.namespace, r.tokens, r.reusable)[0] for r in window}
+        first = window[0]
+        its_turn = first.passed_by >= PATIENCE and all(first.seq < request.seq for request in prompts)
+        if not self._by_age:
+            window.sort(key=lambda r: (r is not first or not its_turn, _by_need(r, left[r])))
+        return [(request, left[request]) for request in window]
 
     def _cached_soon(self, request: Request, cached: int) -> bool:
         """Whether a running request computes the page that would be the next one to take from the cache."""
@@ -125,3 +153,12 @@ class Policy:
     def _still_needed(self, request: Request) -> int:
         assert request.lease is not None
         return max(0, self._expected_pages(request) - request.lease.num_pages)
+
+
+def _age(request: Request) -> int:
+    return request.seq
+
+
+def _by_need(request: Request, left: int) -> tuple[int, int]:
+    """By what is left to compute; of two that are about alike the older one is first, not half of either."""
+    return left.bit_length(), request.seq

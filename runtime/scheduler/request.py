@@ -56,6 +56,7 @@ class Request:
         "new_logprobs",
         "normalize",
         "params",
+        "passed_by",
         "pooled",
         "pooling",
         "prompt_len",
@@ -113,12 +114,14 @@ class Request:
         self.cached = 0
         """Prompt tokens that its first start took from the prefix cache."""
         self.retractions = 0
+        self.passed_by = 0
+        """So many younger ones have started while it was the first of the queue."""
         self.first_run: float | None = None
         self.first_token: float | None = None
+        self.last_token: float | None = None
 
         # What has been gathered for the client and not been sent.
         self.sent = self.prompt_len
-        self.last_token: float | None = None
         """Of the known tokens, these are the prompt's or have been sent."""
         self.rows_sent = 0
         self.new_logprobs: list[SampledLogprobs] = []

@@ -1,7 +1,11 @@
 """Who runs next: the order of the queue, the budget, and who gives way when memory runs out."""
 
+import random
+
 import pytest
 from fake_worker import FakeWorker
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scheduler_harness import Harness, prompt_of
 
 from llmserve.runtime.messages import SamplingParams
@@ -45,21 +49,100 @@ def test_lpm_prefers_the_longest_cached_prefix() -> None:
     assert starts(harness, ["a", "half", "hit", "b"]) == ["hit", "half", "a", "b"]
 
 
-def test_lpm_starves_nobody() -> None:
-    """A stream of perfect hits on a server with one place: the request that hits nothing has its turn all the same."""
-    harness = Harness(schedule_policy="lpm", max_running_requests=1, chunked_prefill_size=32)
+def test_fcfs_computes_prompts_in_the_order_of_arrival() -> None:
+    harness = Harness(schedule_policy="fcfs", chunked_prefill_size=16)
+    harness.send("long", prompt_of(40, 1), params=SHORT)
+    harness.turn()
+    harness.send("short", prompt_of(4, 2), params=SHORT)
+    harness.run()
+    steps = [[len(row.token_ids) // 4 for row in plan.rows] for plan in harness.worker.plans]
+    assert steps == [[16], [16], [8, 4], [1, 1]]
+
+
+def test_one_that_hits_nothing_has_its_turn_among_hits() -> None:
+    """A stream of perfect hits on a server with one place: four of them pass by the request that hits nothing."""
+    harness = Harness(schedule_policy="lpm", max_running_requests=1)
     harness.send("warm", prompt_of(40), params=SHORT)
     harness.run()
-    harness.send("hit0", prompt_of(40), params=SHORT)
     harness.send("cold", prompt_of(40, 1), params=SHORT)
-    arrived, count = harness.clock, 0
-    while not harness.rows("cold"):
-        count += 1
-        harness.send(f"hit{count}", prompt_of(40), params=SHORT)
+    for i in range(10):
+        harness.send(f"hit{i}", prompt_of(40), params=SHORT)
+    order = starts(harness, ["cold", *(f"hit{i}" for i in range(10))])
+    assert order == ["hit0", "hit1", "hit2", "hit3", "cold", *(f"hit{i}" for i in range(4, 10))]
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
+    harness = Harness(FakeWorker(num_pages=1000), chunked_prefill_size=32)
+    for i in range(5):
+        harness.send(f"crawler{i}", prompt_of(640, i), params=SHORT)
+    harness.turn()
+    for i in range(6):
+        harness.send(f"chat{i}", prompt_of(10, 10 + i), params=SHORT)
         harness.turn()
-        assert harness.clock - arrived < 5, "starved"
-    # A hit of 36 tokens is worth 36/32 s of waiting: the 112 hits that come within that time go first, in 2 turns each.
-    assert harness.clock - arrived == pytest.approx(112 * 2 * 0.01, rel=0.05)
+        assert len(harness.rows(f"chat{i}")) == 1
+        # The long ones go one after the other: in parallel all would be late.
+        assert running(harness) == ["crawler0", f"chat{i}"]
+        assert [len(row.token_ids) // 4 for row in harness.worker.plans[-1].rows] == [22, 10]
+        harness.turn()
+
+
+def test_prompts_that_are_about_alike_go_by_age() -> None:
+    harness = Harness(chunked_prefill_size=16)
+    for i, length in enumerate((30, 28, 29)):
+        harness.send(f"r{i}", prompt_of(length, i), params=LONG)
+    harness.turn()
+    harness.turn()
+    steps = [[len(row.token_ids) // 4 for row in plan.rows] for plan in harness.worker.plans]
+    assert steps == [[16], [14, 2]]
+
+
+def test_one_that_is_all_cached_takes_no_decodes_place() -> None:
+    harness = Harness(FakeWorker(page_size=1), chunked_prefill_size=16)
+    harness.send("a", prompt_of(9), params=LONG)
+    harness.turn()
+    harness.send("b", prompt_of(9), params=LONG)
+    harness.turn()
+    assert [request.cached for request in harness.scheduler.table.running] == [0, 8]
+    assert [len(row.token_ids) // 4 for row in harness.worker.plans[-1].rows] == [1, 1]
+
+
+def test_half_of_the_budget_is_the_oldest_prompts() -> None:
+    """Short prompts that come without end, more than can be computed, slow a long one down to half its speed."""
+    harness = Harness(FakeWorker(num_pages=1000), chunked_prefill_size=32, max_running_requests=64)
+    harness.send("long", prompt_of(320), params=SHORT)
+    harness.turn()
+    for turn in range(18):  # 32 tokens are computed, 18 times 16 are left to do
+        assert not harness.rows("long")
+        for i in range(4):
+            harness.send(f"short{turn}-{i}", prompt_of(10, 4 * turn + i + 1), params=SHORT)
+        harness.turn()
+    assert len(harness.rows("long")) == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=8),
+    places=st.integers(1, 6),
+    stream=st.lists(st.integers(1, 60), min_size=1, max_size=20),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25, deadline=None)
+def test_no_request_starves(depth: int, lengths: list[int], places: int, stream: list[int], seed: int) -> None:
+    """Whatever comes after them, and comes without end, requests end in a time that depends on those before them."""
+    worker = FakeWorker(num_pages=120)  # 480 tokens: hardly more than two of them need
+    harness = Harness(worker, depth, chunked_prefill_size=16, max_running_requests=places)
+    for i, length in enumerate(lengths):
+        harness.send(f"r{i}", prompt_of(length, seed + i), params=SHORT)
+    # Each may be passed by four times, by what has no more left to compute than itself; it then has half of the budget.
+    bound = 20 + sum(20 + 12 * length // 16 for length in lengths)
+    rng = random.Random(seed)
+    turn = 0
+    while not all(harness.rows(f"r{i}") and harness.rows(f"r{i}")[-1].finish for i in range(len(lengths))):
+        turn += 1
+        assert turn < bound
+        while len(harness.inbox) + len(harness.scheduler.table.waiting) < 12:
+            harness.send(f"s{turn}-{len(harness.inbox)}", prompt_of(rng.choice(stream), rng.randrange(4)), params=SHORT)
+        harness.turn()
 
 
 def test_the_budget_is_shared_by_prompts_and_free_for_decodes() -> None:
@@ -124,7 +207,7 @@ def test_the_oldest_is_never_retracted() -> None:
 
 
 def test_a_request_waits_for_pages_that_another_one_computes() -> None:
-    harness = Harness(chunked_prefill_size=8)
+    harness = Harness(schedule_policy="fcfs", chunked_prefill_size=8)
     prompt = prompt_of(20)
     harness.send("first", prompt, params=LONG)
     harness.send("same", prompt, params=LONG)
