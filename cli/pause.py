@@ -17,6 +17,7 @@ from llmserve.cli.common import (
     console_of,
 )
 from llmserve.runtime.messages import (
+    DEFAULT_PAUSE_MODE,
     ContinueGenerationReqInput,
     DrainReqInput,
     GetLoadReqInput,
@@ -39,7 +40,7 @@ ModeOption = Annotated[
 def pause(
     ctx: typer.Context,
     instance: InstanceOption = None,
-    mode: ModeOption = "retract",
+    mode: ModeOption = DEFAULT_PAUSE_MODE,
     timeout: TimeoutOption = 600.0,
     yes: YesOption = False,
     json: JsonOption = False,

@@ -8,11 +8,13 @@ import typer
 from llmserve.cli import format
 from llmserve.cli.common import InstanceOption, JsonOption, TimeoutOption, console_of
 from llmserve.cli.console import Console
+from llmserve.runtime.config import flag
 
 if TYPE_CHECKING:
     from llmserve.runtime.instance import InstanceRecord
     from llmserve.runtime.messages import GetStatusReqOutput, ProcessInfo
 
+OptionValue = str | int | float | bool | list[str] | None
 NUMBERS = ("PID", "RSS", "CPU", "WEIGHTS", "DROPPED")
 
 
@@ -40,6 +42,9 @@ def as_json(record: "InstanceRecord", answers: list["GetStatusReqOutput"]) -> di
     for answer in answers:
         fields = msgspec.structs.asdict(answer)
         fields["processes"] = [msgspec.structs.asdict(process) for process in answer.processes]
+        options = options_of(record, answer)
+        fields["options"] = {name: value for name, value, _ in options}
+        fields["chosen"] = [name for name, _, chosen in options if chosen]
         replicas.append(fields)
     where = {name: getattr(record, name) for name in ("name", "pid", "host", "port", "version", "protocol", "log_path")}
     return {"instance": where, "replicas": replicas}
@@ -67,7 +72,20 @@ def show(console: Console, record: "InstanceRecord", answer: "GetStatusReqOutput
         right=NUMBERS,
     )
     console.print()
-    console.table(("OPTION", "VALUE"), [(name, option(value)) for name, value in sorted(answer.options.items())])
+    rows = [(name, "automatic" if chosen else "", shown(value)) for name, value, chosen in options_of(record, answer)]
+    console.table(("OPTION", "CHOSEN", "VALUE"), rows)
+
+
+def options_of(record: "InstanceRecord", answer: "GetStatusReqOutput") -> list[tuple[str, OptionValue, bool]]:
+    """The options in effect by the names that one types, and whether the instance has chosen the value by itself."""
+    options, chosen = dict(answer.options), set(answer.chosen)
+    if not options.get("served_model_names"):
+        options["served_model_names"] = list(record.served_model_names)
+        chosen.add("served_model_names")
+    if options.get("seed", 0) is None:
+        options["seed"] = "random"
+        chosen.add("seed")
+    return sorted((flag(name).removeprefix("--"), value, name in chosen) for name, value in options.items())
 
 
 def process_row(process: "ProcessInfo") -> list[str]:
@@ -83,7 +101,10 @@ def process_row(process: "ProcessInfo") -> list[str]:
     ]
 
 
-def option(value: object) -> str:
+def shown(value: OptionValue) -> str:
+    """An option's value as one would type it; "-" where it is not set."""
     if value is None:
-        return "(chosen by the model and the machine)"
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)

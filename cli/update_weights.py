@@ -8,7 +8,7 @@ import typer
 
 from llmserve.cli import format
 from llmserve.cli.common import ExitCode, InstanceOption, JsonOption, TimeoutOption, YesOption, confirm, console_of
-from llmserve.runtime.messages import PauseMode, UpdateWeightReqInput, UpdateWeightReqOutput
+from llmserve.runtime.messages import DEFAULT_PAUSE_MODE, PauseMode, UpdateWeightReqInput, UpdateWeightReqOutput
 
 
 def update_weights(
@@ -26,7 +26,7 @@ def update_weights(
             metavar="drain|retract|abort",
             help="What running requests do meanwhile: end first, wait and be computed again, or be aborted.",
         ),
-    ] = "retract",
+    ] = DEFAULT_PAUSE_MODE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only compare, and print what differs.")] = False,
     timeout: TimeoutOption = 600.0,
     yes: YesOption = False,

@@ -146,6 +146,7 @@ class Stack:
         tokenizer = await in_thread(Tokenizer.load, self.checkpoint.tokenizer_dir)
         inputs = [ports.scheduler_input_ipc_name for ports in self._ports]
         self._front = TokenizerManager(args, self._ports[0], self.checkpoint, tokenizer, inputs)
+        self._front.announce = lambda state: self.instance.update(state=state)
         await self._front.start()
         for child in self._children:
             await child.ready

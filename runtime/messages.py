@@ -222,6 +222,8 @@ class BatchEmbeddingOutput(Message, frozen=True, kw_only=True):
 # ---- control -----------------------------------------------------------------------------------------------------
 
 PauseMode = Literal["drain", "retract", "abort"]
+DEFAULT_PAUSE_MODE: PauseMode = "retract"
+"""It acts at once and ends nothing; "drain" takes as long as the longest answer."""
 Answer = TypeVar("Answer")
 
 
@@ -275,7 +277,7 @@ class UpdateWeightReqInput(ControlRequest["UpdateWeightReqOutput"], frozen=True,
 
     model_path: str
     load_format: Literal["auto", "safetensors", "gguf"] = "auto"
-    mode: PauseMode = "retract"
+    mode: PauseMode = DEFAULT_PAUSE_MODE
     dry_run: bool = False
     decision: str = ""
     """With several replicas: the name of the file that says whether all of them go on (runtime/decision.py)."""
@@ -295,7 +297,7 @@ class UpdateWeightReqOutput(Message, frozen=True, kw_only=True):
 class PauseGenerationReqInput(ControlRequest["PauseGenerationReqOutput"], frozen=True, kw_only=True):
     """Stops steps. "drain" lets what runs end first, "retract" frees its memory and keeps it, "abort" ends it."""
 
-    mode: PauseMode = "drain"
+    mode: PauseMode = DEFAULT_PAUSE_MODE
 
 
 class PauseGenerationReqOutput(Message, frozen=True, kw_only=True):
@@ -382,7 +384,9 @@ class GetStatusReqInput(ControlRequest["GetStatusReqOutput"], frozen=True, kw_on
 
 
 class GetStatusReqOutput(Message, frozen=True, kw_only=True):
-    """One instance in depth. `options` are the ServerArgs in effect, without secrets."""
+    """One instance in depth. `options` are the ServerArgs in effect, without secrets; `chosen` names those of them that
+    the instance has chosen by itself.
+    """
 
     state: str
     model: str
@@ -398,6 +402,7 @@ class GetStatusReqOutput(Message, frozen=True, kw_only=True):
     page_size: int
     processes: tuple[ProcessInfo, ...]
     options: dict[str, str | int | float | bool | list[str] | None]
+    chosen: tuple[str, ...] = ()
 
 
 class SubscribeMetricsReqInput(ControlRequest["SubscribeMetricsReqOutput"], frozen=True, kw_only=True):

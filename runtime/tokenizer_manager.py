@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -93,6 +93,8 @@ class TokenizerManager:
         self.schedulers = Schedulers(
             inputs or (ports.scheduler_input_ipc_name,), args.page_size, args.max_running_requests
         )
+        self.announce: Callable[[State], None] = lambda state: None
+        """Told when an operator's drain begins and when it ends."""
         self.batches_received = 0
         """Of rows, since the start."""
         self.limits = Limits(
@@ -480,7 +482,9 @@ class TokenizerManager:
             if draining and self.state == "ready":
                 self.drain()
                 self._drains_with_scheduler = True
+                self.announce(self.state)
             elif not draining and self.state == "draining" and self._drains_with_scheduler:
                 self.state = "ready"
+                self.announce(self.state)
             if self._watchers:
                 self._watchers.offer(self.http_metrics())

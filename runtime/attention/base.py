@@ -6,7 +6,7 @@ A backend is planned once a step and then run once a layer. It chooses how a pag
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,8 @@ class KVPool:
 class AttentionBackend(ABC):
     """Writes a step's keys and values into the pages and attends to all that the sequences have there."""
 
+    name: ClassVar[str]
+    """As --attention-backend has it."""
     pool: KVPool
 
     @abstractmethod

@@ -15,6 +15,8 @@ class NativeAttention(AttentionBackend):
     `pack` numbers fill four bytes: what a dot product instruction takes at once.
     """
 
+    name = "native"
+
     def __init__(self, geometry: PageGeometry, num_pages: int, num_heads: int) -> None:
         """Raises ValueError where the kernels cannot take this geometry."""
         kernels = native.library()

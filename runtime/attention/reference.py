@@ -9,6 +9,8 @@ from llmserve.runtime.attention.base import AttentionBackend, AttentionSpec, For
 class ReferenceAttention(AttentionBackend):
     """Pages lie as [page_size, Hkv, D], so a layer's pages are one array of slots. It syncs with the device."""
 
+    name = "reference"
+
     def __init__(self, geometry: PageGeometry, num_pages: int) -> None:
         shape = (geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
         self.pool = KVPool(geometry, num_pages, shape, shape)

@@ -12,6 +12,8 @@ PAGE_MULTIPLE = 256
 class VarlenAttention(AttentionBackend):
     """Pages lie as [page_size, Hkv, D]. Nothing here syncs with the device."""
 
+    name = "varlen"
+
     def __init__(self, geometry: PageGeometry, num_pages: int) -> None:
         from torch.nn.attention.varlen import varlen_attn  # takes most of a second, which a CPU start need not wait
 

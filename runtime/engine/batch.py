@@ -104,6 +104,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     bytes_per_page: int
     weight_bytes: int
+    in_effect: dict[str, str | int] = {}
+    """What has become of the options that the worker carries out, by their names in ServerArgs."""
 
 
 class WeightSwap(Protocol):

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from llmserve.runtime.attention.base import AttentionBackend, PageGeometry
@@ -103,7 +104,14 @@ def build_parts(
         info.num_pages * info.page_size,
         attention.pool.nbytes,
     )
-    return model, attention, info
+    in_effect: dict[str, str | int] = {
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "attention_backend": attention.name,
+    }
+    if device.type == "cpu":
+        in_effect["threads"] = threads_of(args)
+    return model, attention, msgspec.structs.replace(info, in_effect=in_effect)
 
 
 def choose_device(name: str) -> torch.device:

@@ -90,7 +90,14 @@ class Control:
     def get_status(self, request: GetStatusReqInput) -> GetStatusReqOutput:
         scheduler = self._scheduler
         load, info = scheduler.snapshots.load(), scheduler.worker.info
-        options = msgspec.to_builtins(scheduler.args)
+        given = msgspec.to_builtins(scheduler.args)
+        options = given | {
+            "max_model_len": info.max_model_len,
+            "max_total_tokens": info.num_pages * info.page_size,
+            "page_size": info.page_size,
+            "load_format": "gguf" if self._updates.model_path.endswith(".gguf") else "safetensors",
+            **info.in_effect,
+        }
         return GetStatusReqOutput(
             state=load.state,
             model=self._updates.model_path,
@@ -106,9 +113,15 @@ class Control:
             page_size=info.page_size,
             processes=scheduler.snapshots.processes(),
             options=options,
+            chosen=tuple(name for name, value in options.items() if value != given[name]),
         )
 
     def drain(self, request: DrainReqInput) -> DrainReqOutput:
+        """Refused while paused: what is here could not end, and its clients would wait for ever."""
+        if self._scheduler.pause_mode is not None and self._at_work:
+            raise Refusal("busy", f"{self._at_work} is under way")
+        if self._scheduler.pause_mode is not None:
+            raise Refusal("busy", "it is paused, so that nothing would end: resume it first")
         self._scheduler.drain()
         table = self._scheduler.table
         return DrainReqOutput(running=len(table.running), waiting=len(table.waiting))
@@ -148,15 +161,22 @@ class Control:
             while not scheduler.quiet and scheduler.now() < deadline:
                 yield self._running("waiting")
             if not scheduler.quiet:
-                raise Refusal("busy", f"{self._counts()}: wait for them, or abort them")
+                raise Refusal(
+                    "busy", f"{self._counts()}: wait for them (--wait, wait_s) or abort them (--abort, abort)"
+                )
             pages = scheduler.flush()
             return FlushCacheReqOutput(
                 pages_freed=pages, bytes_freed=pages * scheduler.worker.info.bytes_per_page, aborted=aborted
             )
 
     def pause_generation(self, request: PauseGenerationReqInput) -> Work:
-        """Answers when nothing runs and no request holds memory; if it is closed before, nothing has changed."""
+        """Answers when nothing runs and no request holds memory; if it is closed before, nothing has changed.
+
+        Refused during a drain, whose requests are to end.
+        """
         scheduler = self._scheduler
+        if scheduler.intake.draining:
+            raise Refusal("busy", "it is draining: resume it first")
         with self._alone("pause"):
             yield RpcProgress(stage="pausing")
             before = scheduler.pause_mode

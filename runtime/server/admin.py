@@ -12,6 +12,7 @@ from starlette.responses import Response
 from llmserve.runtime.client import RpcCallError
 from llmserve.runtime.fanout import Replicas
 from llmserve.runtime.messages import (
+    DEFAULT_PAUSE_MODE,
     AbortReqInput,
     ContinueGenerationReqInput,
     ControlRequest,
@@ -20,6 +21,7 @@ from llmserve.runtime.messages import (
     GetLoadReqInput,
     Message,
     PauseGenerationReqInput,
+    PauseMode,
     UpdateWeightReqInput,
 )
 from llmserve.runtime.server.body import json_response, read_json
@@ -61,12 +63,12 @@ class AbortBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class UpdateWeightsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model_path: str
     load_format: Literal["auto", "safetensors", "gguf"] = "auto"
-    mode: Literal["drain", "retract", "abort"] = "retract"
+    mode: PauseMode = DEFAULT_PAUSE_MODE
     dry_run: bool = False
 
 
 class PauseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    mode: Literal["drain", "retract", "abort"] = "drain"
+    mode: PauseMode = DEFAULT_PAUSE_MODE
 
 
 class ContinueBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

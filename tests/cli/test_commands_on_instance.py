@@ -81,6 +81,11 @@ def test_ping_status_and_ps_agree(op: RunningInstance, cli: Any) -> None:
     (replica,) = status["replicas"]
     assert status["instance"]["pid"] == op.process.pid
     assert replica["kv_tokens_total"] == POOL_TOKENS
+    assert replica["options"]["max-total-tokens"] == POOL_TOKENS
+    assert replica["options"]["device"] in ("cpu", "cuda")
+    assert replica["options"]["dtype"] == "float32"
+    assert {"device", "dtype", "max-model-len", "load-format"} <= set(replica["chosen"])
+    assert "max-total-tokens" not in replica["chosen"]
     assert {process["role"] for process in replica["processes"]} == {"main", "scheduler", "detokenizer"}
     assert all(psutil.pid_exists(process["pid"]) for process in replica["processes"])
     listed = json.loads(run_cli(op.root, "ps", "--json").stdout)
@@ -313,9 +318,13 @@ def test_drain_refuses_new_requests_and_waits_for_the_others(own_root: Path, tin
         assert refused.returncode == 69
         assert refused.stderr
         assert "draining" in run_cli(own_root, "ping").stdout
+        wait_until(lambda: instance.record["state"] == "draining", PATIENCE_S, "the registry to know")
+        (line,) = json.loads(run_cli(own_root, "ps", "--json").stdout)
+        assert line["state"] == "draining"
         assert run_cli(own_root, "resume").returncode == 0
         with instance.client() as client:
             wait_until(lambda: client.get("/health").status_code == 200, PATIENCE_S, "the front to open again")
+        assert instance.record["state"] == "ready"
         assert run_cli(own_root, "generate", "x", "--max-tokens", "1").returncode == 0
 
 

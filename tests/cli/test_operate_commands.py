@@ -378,7 +378,11 @@ def test_status_shows_the_instance_in_depth(fake: FakeInstance) -> None:
         kv_bytes_total=5 << 20,
         page_size=16,
         processes=(ProcessInfo(role="scheduler", pid=42, rss_bytes=1 << 30, cpu_percent=99.4, weight_bytes=270 << 20),),
-        options={"port": 30000, "dtype": "auto", "max_model_len": None, "served_model_names": ["a", "b"]},
+        options={
+            **{"port": 30000, "model": "some/model", "max_model_len": 8192, "dtype": "bfloat16", "prefix_cache": True},
+            **{"served_model_names": [], "seed": None, "nccl_port": None, "drain_timeout": 30.0},
+        },
+        chosen=("max_model_len", "dtype"),
     )
     text = run("status").out
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
@@ -398,11 +402,25 @@ def test_status_shows_the_instance_in_depth(fake: FakeInstance) -> None:
         "MiB",
         "0",
     ]
-    assert lines["served_model_names"].endswith("a, b")
+    table = text[text.index("OPTION") :].splitlines()
+    assert [line.split() for line in table] == [
+        ["OPTION", "CHOSEN", "VALUE"],
+        ["MODEL", "some/model"],
+        ["drain-timeout", "30"],
+        ["dtype", "automatic", "bfloat16"],
+        ["max-model-len", "automatic", "8192"],
+        ["nccl-port", "-"],
+        ["port", "30000"],
+        ["prefix-cache", "yes"],
+        ["seed", "automatic", "random"],
+        ["served-model-name", "automatic", "model"],
+    ]
     data = json.loads(run("status", "--json").out)
     assert data["instance"]["name"] == "fake"
     assert data["replicas"][0]["processes"][0]["pid"] == 42
-    assert data["replicas"][0]["options"]["port"] == 30000
+    options = data["replicas"][0]["options"]
+    assert (options["port"], options["max-model-len"], options["served-model-name"]) == (30000, 8192, ["model"])
+    assert data["replicas"][0]["chosen"] == ["dtype", "max-model-len", "seed", "served-model-name"]
 
 
 # ---- the terminal --------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.ports import ipc_address
 from llmserve.runtime.scheduler.control import Control
 from llmserve.runtime.scheduler.rpc import MAX_PENDING, RpcServer
+from llmserve.runtime.server.admin import PauseBody
 from llmserve.runtime.watchers import MAX_WATCHERS, Watchers
 from llmserve.runtime.wire import Poller, Pull, decode, encode
 
@@ -320,7 +321,7 @@ def test_flush_while_busy_is_refused_with_the_counts() -> None:
     harness.turn()
     assert refusal(harness.ask(FlushCacheReqInput())) == (
         "busy",
-        "2 running, 1 waiting: wait for them, or abort them",
+        "2 running, 1 waiting: wait for them (--wait, wait_s) or abort them (--abort, abort)",
     )
     harness.run()
     assert {harness.finish(rid).type for rid in "abc"} == {"length"}
@@ -479,6 +480,27 @@ def test_drain_refuses_what_comes_and_finishes_what_is_there() -> None:
     assert (harness.finish("d").type, harness.scheduler.state) == ("length", "ready")
 
 
+def test_a_pause_and_a_drain_exclude_each_other() -> None:
+    """Together they would keep clients waiting for answers that never come."""
+    harness = Operated()
+    harness.start_running("a")
+    harness.ask(PauseGenerationReqInput())
+    assert refusal(harness.ask(DrainReqInput())) == ("busy", "it is paused, so that nothing would end: resume it first")
+    harness.ask(ContinueGenerationReqInput())
+    harness.ask(DrainReqInput())
+    for mode in ("drain", "retract", "abort"):
+        paused = harness.ask(PauseGenerationReqInput(mode=mode))
+        assert refusal(paused) == ("busy", "it is draining: resume it first")
+    harness.run()
+    assert harness.finish("a") == FinishReason(type="length")
+
+
+def test_a_pause_keeps_what_runs_unless_told_otherwise() -> None:
+    """Over both doors, as an update of the weights does."""
+    modes = {PauseGenerationReqInput().mode, UpdateWeightReqInput(model_path="m").mode, PauseBody().mode}
+    assert modes == {"retract"}
+
+
 # ---- looking -------------------------------------------------------------------------------------------------------
 
 
@@ -508,6 +530,12 @@ def test_status_shows_the_options_and_this_process() -> None:
     assert (status.model, status.weight_version, status.state) == ("/models/fake", 1, "ready")
     assert (status.kv_bytes_total, status.page_size) == (64 * 4 * 8, 4)
     assert (status.options["max_running_requests"], status.options["served_model_names"]) == (3, ["x", "y"])
+    assert (status.options["max_model_len"], status.options["max_total_tokens"]) == (
+        harness.worker.info.max_model_len,
+        256,
+    )
+    assert {"max_model_len", "max_total_tokens", "load_format"} <= set(status.chosen)
+    assert "max_running_requests" not in status.chosen
     assert [process.role for process in status.processes] == ["main", "scheduler"]
     assert all(process.pid > 0 and process.rss_bytes > 1 << 20 for process in status.processes)
 

@@ -537,6 +537,8 @@ async def test_a_message_that_is_not_for_the_front_is_ignored(manager: Tokenizer
 
 
 async def test_a_drain_of_the_scheduler_is_one_of_the_front(manager: TokenizerManager, stack: FakeStack) -> None:
+    announced: list[str] = []
+    manager.announce = announced.append
     await seen(manager, stack, metrics(state="draining"))
     assert manager.healthy() == (False, "draining")
     with pytest.raises(RequestError) as refused:
@@ -544,6 +546,7 @@ async def test_a_drain_of_the_scheduler_is_one_of_the_front(manager: TokenizerMa
     assert (refused.value.status, refused.value.code) == (503, "draining")
     await seen(manager, stack, metrics(state="ready"))
     assert manager.healthy() == (True, "ready")
+    assert announced == ["draining", "ready"]
 
 
 async def test_a_drain_of_the_front_does_not_end_with_that_of_the_scheduler(
