@@ -151,6 +151,7 @@ class Stack:
         for child in self._children:
             await child.ready
         self.facts = facts_of([rank.ready.result().facts for rank in self._ranks])
+        self._front.schedulers.routing.page_size = int(self.facts["page_size"])
         self._front.ready(int(self.facts["max_model_len"]), self._detokenizer.pid)
         self.tokenizer_manager = self._front
         self._watchdog = asyncio.create_task(self._watch())

@@ -37,7 +37,8 @@ class Routing:
         self.reasons: Counter[Reason] = Counter(dict.fromkeys(REASONS, 0))
         self.max_pages = 1 << 16
         """So many pages are remembered of a replica; set to its pool's when that is known."""
-        self._page_bytes = page_size * TOKEN_BYTES
+        self.page_size = page_size
+        """Tokens; set to the pools' when that is known: a backend may have rounded it up."""
         self._max_running = max_running
 
     @property
@@ -89,8 +90,9 @@ class Routing:
     def _pages_of(self, prompt: bytes) -> list[bytes]:
         """Of its whole pages but the last token, which is computed in any case."""
         digests, digest = [], b""
-        usable = (len(prompt) - TOKEN_BYTES) // self._page_bytes * self._page_bytes
-        for start in range(0, usable, self._page_bytes):
-            digest = blake2b(prompt[start : start + self._page_bytes], digest_size=16, key=digest).digest()
+        page_bytes = self.page_size * TOKEN_BYTES
+        usable = (len(prompt) - TOKEN_BYTES) // page_bytes * page_bytes
+        for start in range(0, usable, page_bytes):
+            digest = blake2b(prompt[start : start + page_bytes], digest_size=16, key=digest).digest()
             digests.append(digest)
         return digests
