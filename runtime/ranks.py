@@ -156,7 +156,7 @@ def network_environment(args: ServerArgs) -> dict[str, str]:
     """Which interface the ranks' traffic takes: the loopback, or the one that leads to --dist-init-addr."""
     address = "127.0.0.1" if args.nnodes == 1 else local_address(*init_address(args))
     name = interface_of(address)
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}  # else eth1 is eth10 too
 
 
 def local_address(host: str, port: int) -> str:
