@@ -5,6 +5,8 @@ from torch import Tensor
 
 from llmserve.runtime.attention.base import AttentionBackend, AttentionSpec, ForwardBatch, KVPool, PageGeometry
 
+NEEDED_TORCH = (2, 13)
+"""The first whose FlashAttention 2 takes a block table and num_splits."""
 PAGE_MULTIPLE = 256
 """Tokens that a page holds, or a multiple: what FlashAttention 2 asks of a paged cache."""
 
@@ -57,6 +59,10 @@ def unsupported(geometry: PageGeometry, softcap: bool) -> str | None:
     """Why varlen_attn cannot take this geometry; None where it can."""
     if geometry.device.type != "cuda":
         return f"it runs on CUDA, not on {geometry.device}"
+    if tuple(map(int, torch.__version__.split(".")[:2])) < NEEDED_TORCH:
+        return f"it needs torch {'.'.join(map(str, NEEDED_TORCH))}, not {torch.__version__}"
+    if torch.cuda.get_device_capability(geometry.device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
     if geometry.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {geometry.dtype}"
     if geometry.page_size % PAGE_MULTIPLE:

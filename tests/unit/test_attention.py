@@ -211,7 +211,9 @@ def test_the_choice_of_a_backend() -> None:
             make_attention("native", odd, 4, 2, False)
 
 
-def test_what_varlen_attention_takes() -> None:
+def test_what_varlen_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[-1])
     cuda = torch.device("cuda")
     assert page_size("auto", 16, cuda) == 256
     assert page_size("varlen", 300, cuda) == 512
@@ -227,3 +229,7 @@ def test_what_varlen_attention_takes() -> None:
         (dataclasses.replace(good, device=CPU), False, "not on cpu"),
     ):
         assert said in (varlen.unsupported(odd, softcap) or "")
+    capability.append((7, 5))
+    assert "capability 8.0" in (varlen.unsupported(good, softcap=False) or "")
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    assert "torch 2.13" in (varlen.unsupported(good, softcap=False) or "")
