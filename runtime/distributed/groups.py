@@ -50,14 +50,17 @@ class Group:
 class Topology:
     """Tensor-parallel ranks hold slices of the same layers, pipeline ranks hold different layers.
 
-    `control` and `weights` join all ranks: the first in the CPU's memory, for plans and reports, the second on the
-    devices, for what is rare and large. Each is used by one thread at a time, so that no rank mixes up their order.
+    The others join all ranks: `weights` on the devices, for the start; `control` in the CPU's memory, for plans and
+    reports; `updates` there too, for new weights. Each is used by one thread at a time, so that no rank mixes up their
+    order. Those on CUDA devices are all the serving thread's: NCCL's kernels wait for the other ranks on one stream,
+    where two threads would put them in an order that differs from rank to rank.
     """
 
     tp: Group = Group()
     pp: Group = Group()
     control: Group = Group()
     weights: Group = Group()
+    updates: Group = Group()
 
     @property
     def joined(self) -> bool:
@@ -90,13 +93,11 @@ def init_topology(
     tp_ranks = [[stage * tp_size + i for i in range(tp_size)] for stage in range(pp_size)]
     pp_ranks = [[stage * tp_size + i for stage in range(pp_size)] for i in range(tp_size)]
     everyone = list(range(world))
-    join = _Join(rank, world // nodes if device == "cpu" else 0, Counts())
-    return Topology(
-        tp=join(tp_ranks, timeout, spins=SPINS),
-        pp=join(pp_ranks, timeout),
-        control=join([everyone], timeout, backend="gloo"),
-        weights=join([everyone], patient),
-    )
+    join = _Join(rank, world // nodes, Counts())
+    tp, pp = join(tp_ranks, timeout, spins=SPINS), join(pp_ranks, timeout)
+    control, weights = join([everyone], timeout, backend="gloo"), join([everyone], patient)
+    updates = weights if device == "cpu" else join([everyone], patient, backend="gloo")
+    return Topology(tp, pp, control, weights, updates)
 
 
 def make_store(where: str, rank: int, world: int) -> Store:
@@ -125,7 +126,7 @@ def make_store(where: str, rank: int, world: int) -> Store:
 
 @dataclass(frozen=True)
 class _Join:
-    """Makes groups for rank `rank`, which share memory where they lie within `node_size` ranks of one node."""
+    """Makes groups for rank `rank`; those of gloo share memory where they lie within `node_size` ranks of one node."""
 
     rank: int
     node_size: int
@@ -145,10 +146,10 @@ class _Join:
             handle = distributed.new_group(ranks, timeout=timeout, backend=backend)
             if self.rank in ranks:
                 place, shared = ranks.index(self.rank), None
-                if len(ranks) > 1 and self._on_one_node(ranks):
+                if len(ranks) > 1 and distributed.get_backend(handle) == "gloo" and self._on_one_node(ranks):
                     shared = share_memory(handle, place, len(ranks), timeout.total_seconds(), spins)
                 mine = Group(place, len(ranks), handle, shared, self.counts)
         return mine
 
     def _on_one_node(self, ranks: list[int]) -> bool:
-        return self.node_size > 0 and len({rank // self.node_size for rank in ranks}) == 1
+        return len({rank // self.node_size for rank in ranks}) == 1

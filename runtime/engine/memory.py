@@ -11,7 +11,9 @@ from llmserve.runtime.config import ConfigError, ServerArgs
 CPU_SHARE = 0.25
 """Of the memory that is available: the machine has other users, and a pool that is in use does not shrink."""
 CUDA_SHARE = 0.85
-"""Of the memory that is free once the weights are loaded: the rest is for activations and logits."""
+"""Of the memory that is free once the weights are loaded: the rest is for activations and logits, cuBLAS and NCCL."""
+CUDA_REST_BYTES = 1 << 30
+"""At least so much is left for these."""
 
 
 def pool_tokens(args: ServerArgs, max_model_len: int, geometry: PageGeometry, sharing: int = 1) -> int:
@@ -30,9 +32,11 @@ def pool_tokens(args: ServerArgs, max_model_len: int, geometry: PageGeometry, sh
                 f"at most {available // bytes_per_token} tokens fit"
             )
     else:
-        share = CUDA_SHARE if geometry.device.type == "cuda" else CPU_SHARE
-        useful = args.max_running_requests * max_model_len
-        tokens = min(useful, int(available * share) // bytes_per_token)
+        if geometry.device.type == "cuda":
+            budget = min(int(available * CUDA_SHARE), max(0, available - CUDA_REST_BYTES))
+        else:
+            budget = int(available * CPU_SHARE)
+        tokens = min(args.max_running_requests * max_model_len, budget // bytes_per_token)
     if tokens < geometry.page_size:
         raise ConfigError(
             f"a KV pool of {tokens} tokens holds no page of {geometry.page_size}; "
@@ -44,6 +48,7 @@ def pool_tokens(args: ServerArgs, max_model_len: int, geometry: PageGeometry, sh
 def available_bytes(device: torch.device) -> int:
     """Memory that can still be taken on `device`, within the limit of the control group where there is one."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has left there is free too
         return int(torch.cuda.mem_get_info(device)[0])
     available = int(psutil.virtual_memory().available)
     group = _control_group_bytes()

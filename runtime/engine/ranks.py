@@ -35,6 +35,7 @@ from llmserve.runtime.engine.batch import (
     WorkerDied,
     WorkerInfo,
 )
+from llmserve.runtime.engine.busy import BusyTime
 from llmserve.runtime.engine.checkpoint import open_source
 from llmserve.runtime.engine.forward import make_forward_batch
 from llmserve.runtime.engine.shared_source import SharedSource
@@ -53,6 +54,7 @@ from llmserve.runtime.models.registry import CausalLM
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 1.0
+CPU = torch.device("cpu")
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
@@ -98,10 +100,8 @@ class Rank(TpModelWorker):
         self.pipe = Pipe(topology, info.hidden_size, model.dtype, device)
         self.draws = self.pipe.last and topology.tp.rank == 0
         """Whether this is the one rank that turns logits into tokens."""
-        self.busy_s = 0.0
-        """Time spent in steps but for waiting for the stage before."""
+        self.busy = BusyTime(device)
         self.model = model
-        self.device = device
         self._process = psutil.Process()
         self._drawing_error: Exception | None = None
 
@@ -112,19 +112,17 @@ class Rank(TpModelWorker):
         Raises WorkerDied where it fails: the ranks are no longer in step.
         """
         try:
-            began = time.perf_counter()
             batch, starts = make_forward_batch(plan, self.info.page_size, self._device)
             self._attention.plan(batch)
-            waited = time.perf_counter()
             received = None if self.pipe.first else self.pipe.receive(batch.num_tokens)
-            began += time.perf_counter() - waited
+            self.busy.begin()
             hidden = self.model.forward(batch.input_ids, batch.positions, self._attention, received)
             outcome = None
             if self.pipe.last:
                 outcome = self._outcome(plan, hidden, starts)
             else:
                 self.pipe.send(hidden)
-            self.busy_s += time.perf_counter() - began
+            self.busy.end()
             return outcome
         except RankLost as error:
             raise WorkerDied(f"another rank does not answer ({error})") from error
@@ -162,7 +160,7 @@ class Rank(TpModelWorker):
             rss_bytes=self._process.memory_info().rss,
             cpu_percent=self._process.cpu_percent(),
             weight_bytes=self.info.weight_bytes,
-            busy_s=self.busy_s,
+            busy_s=self.busy.seconds,
             collectives=self.topology.counts.snapshot(),
         )
 
@@ -170,7 +168,7 @@ class Rank(TpModelWorker):
 
     def receive_weights(self, checkpoint: Checkpoint) -> None:
         """Takes part in a staging, on a rank that does not read. Nothing is staged unless all ranks have succeeded."""
-        source = SharedSource(None, self.topology.weights, self._device)
+        source = SharedSource(None, self.topology.updates, CPU)
         succeeded = False
         try:
             stage_weights(self.model, checkpoint, lambda done, total: None, source=source)
@@ -206,7 +204,7 @@ class Rank(TpModelWorker):
         except Exception:
             log.exception("cannot exchange the weights")
             succeeded = False
-        everywhere = bool(least(int(succeeded), self.topology.weights, self._device))
+        everywhere = bool(least(int(succeeded), self.topology.updates, CPU))
         if succeeded and not everywhere:
             commit_weights(self.model)
         discard_weights(self.model)
@@ -383,7 +381,7 @@ class RankedSwap:
         rank = self._leader.rank
         opened = open_source(new)  # before the others are told: a failure here is nobody else's
         self._leader.tell(Stage(new))
-        source = SharedSource(opened, rank.topology.weights, rank.device)
+        source = SharedSource(opened, rank.topology.updates, CPU)
         try:
             nbytes = rank.share_weights(new, source, progress, cancelled)
         except SwapCancelled:

@@ -25,7 +25,7 @@ from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.models.native_decoder import NativeDecoder, runs_natively
 from llmserve.runtime.models.registry import CausalLM, build_model
 from llmserve.runtime.ops import native
-from llmserve.runtime.ranks import places, threads_of
+from llmserve.runtime.ranks import check_devices, places, threads_of
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,12 @@ Progress = Callable[[str, float, float, str], None]
 """Called with (stage, done, total, unit)."""
 
 
-def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) -> TpModelWorker:
-    """Loads `checkpoint` and makes it ready to run steps. Raises ConfigError when the options do not fit here."""
-    device = choose_device(args.device)
+def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress, index: int = 0) -> TpModelWorker:
+    """Loads `checkpoint` and makes it ready to run steps. Raises ConfigError when the options do not fit here.
+
+    `index` numbers the ranks of this machine, for their devices.
+    """
+    device = choose_device(args, index)
     model, attention, info = build_parts(args, checkpoint, progress, device, Topology())
     if isinstance(model, Decoder) and isinstance(attention, NativeAttention) and runs_natively(model):
         model = NativeDecoder(model, attention)
@@ -46,13 +49,8 @@ def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress) 
 
 
 def create_rank(args: ServerArgs, checkpoint: Checkpoint, progress: Progress, topology: Topology, index: int) -> Rank:
-    """The same for a part of a model that several ranks hold, which all call it; not warmed up, as that takes them all.
-
-    `index` numbers the ranks of this machine, for their devices.
-    """
-    device = choose_device(args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", index)
+    """The same for a part of a model that several ranks hold, which all call it. Not warmed up: that takes them all."""
+    device = choose_device(args, index)
     return Rank(*build_parts(args, checkpoint, progress, device, topology), device, topology)
 
 
@@ -114,13 +112,20 @@ def build_parts(
     return model, attention, msgspec.structs.replace(info, in_effect=in_effect)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of a --device option. Raises ConfigError when there is none of that kind."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+def choose_device(args: ServerArgs, index: int) -> torch.device:
+    """The device of rank `index` of this machine, from now on this thread's CUDA device where it is one.
+
+    Raises ConfigError when there is none for each rank.
+    """
+    present = torch.cuda.is_available()
+    if args.device == "cpu" or (args.device == "auto" and not present):
+        return torch.device("cpu")
+    if not present:
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu, or a CUDA build of torch")
-    return torch.device(name)
+    check_devices(len(places(args)), torch.cuda.device_count())
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
 
 
 def longest_sequence(args: ServerArgs, config: ModelConfig) -> int:

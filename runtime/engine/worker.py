@@ -19,6 +19,7 @@ from llmserve.runtime.engine.batch import (
     StepPlan,
     StepResult,
     WeightSwap,
+    WorkerDied,
     WorkerInfo,
     int32_array,
 )
@@ -51,6 +52,8 @@ class TpModelWorker:
         handle: Future[StepResult] = Future()
         try:
             handle.set_result(self._run(plan))
+        except torch.AcceleratorError as error:  # nothing runs on a device any more after that; it is no lack of memory
+            handle.set_exception(WorkerDied(f"the device failed ({str(error).splitlines()[0]})"))
         except Exception as error:
             handle.set_exception(error)
         return handle

@@ -18,7 +18,7 @@ class PackedWeight:
     """The weight [N, K] of a linear layer, of values or of blocks. `exchange` makes it another one.
 
     `panels`: `data` is laid out for the native kernels (csrc/gemm.h, or csrc/quantized.h if there is a `format`), which
-    find it through the descriptor, whose address never changes. Else it is the plain weight.
+    find it through the descriptor, whose address never changes. Else it is the plain weight, which it keeps.
     """
 
     def __init__(self, weight: Tensor | Blocks) -> None:
@@ -35,15 +35,13 @@ class PackedWeight:
             if self.panels:
                 self.data = _arena.empty((padded, self.in_features), weight.dtype)
             else:
-                self.data = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                self.data = weight.contiguous()
         self.descriptor = native.Weight(outputs=self.out_features, inputs=self.in_features)
         self._describe()
         if isinstance(weight, Blocks):
             native.pack_blocks(weight.data.contiguous(), self.data, self.descriptor)
         elif self.panels:
             native.pack(weight.contiguous(), self.data)
-        else:
-            self.data.copy_(weight)
 
     @property
     def nbytes(self) -> int:

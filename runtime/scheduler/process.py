@@ -28,7 +28,7 @@ from llmserve.runtime.engine.ranks import Leader, follow
 from llmserve.runtime.engine.runner import choose_device, create_rank, create_worker, warm_up
 from llmserve.runtime.engine.shared_source import same_everywhere
 from llmserve.runtime.messages import SchedulerInput, SchedulerMetrics
-from llmserve.runtime.ranks import Place, check_devices, places, rendezvous
+from llmserve.runtime.ranks import Place, places, rendezvous
 from llmserve.runtime.scheduler.control import Control
 from llmserve.runtime.scheduler.loop import Scheduler
 from llmserve.runtime.scheduler.rpc import RpcServer
@@ -49,26 +49,33 @@ rank of another node."""
 def run(init: ChildInit, report: Reporter) -> None:
     """Serves until the process is ended. Raises ConfigError for options that do not fit, and WorkerDied."""
     args = init.args
-    if args.tp_size * args.pp_size == 1 and args.nccl_port is None:
-        serve(init, report, create_worker(args, init.checkpoint, report.progress))
-        return
+    index = places(args).index(Place(init.dp_rank, init.pp_rank, init.tp_rank))
     try:
-        run_rank(init, report)
+        if args.tp_size * args.pp_size == 1 and args.nccl_port is None:
+            serve(init, report, create_worker(args, init.checkpoint, report.progress, index))
+        else:
+            run_rank(init, report, index)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the model does not fit into the memory of GPU {index} ({str(error).splitlines()[0]}): split it with "
+            "--tp-size or --pp-size, lower --max-total-tokens, or free some memory"
+        ) from error
+
+
+def run_rank(init: ChildInit, report: Reporter, index: int) -> None:
+    """One of several ranks: serves on the first, follows on the others. `index` is its number on this machine."""
+    args = init.args
+    try:
+        topology = join(init, choose_device(args, index))
+        rank = create_rank(args, init.checkpoint, report.progress, topology, index)
+        if topology.control.rank > 0:
+            report.ready(weight_bytes=rank.info.weight_bytes)
+            follow(rank)
+        leader = Leader(rank, init.checkpoint, lost=lambda text: end_lost(report, text))
+        warm_up(leader, report.progress)
+        serve(init, report, leader)
     except (RankLost, WorkerDied) as error:
         end_lost(report, str(error))
-
-
-def run_rank(init: ChildInit, report: Reporter) -> None:
-    """One of several ranks: serves on the first, follows on the others."""
-    args = init.args
-    topology, index = join(init)
-    rank = create_rank(args, init.checkpoint, report.progress, topology, index)
-    if topology.control.rank > 0:
-        report.ready(weight_bytes=rank.info.weight_bytes)
-        follow(rank)
-    leader = Leader(rank, init.checkpoint, lost=lambda text: end_lost(report, text))
-    warm_up(leader, report.progress)
-    serve(init, report, leader)
 
 
 def end_lost(report: Reporter, reason: str) -> NoReturn:
@@ -79,15 +86,9 @@ def end_lost(report: Reporter, reason: str) -> NoReturn:
     os._exit(1)  # torch would wait for the ranks that are gone
 
 
-def join(init: ChildInit) -> tuple[Topology, int]:
-    """This rank's groups, and its number among the ranks of this machine."""
+def join(init: ChildInit, device: torch.device) -> Topology:
+    """This rank's groups."""
     args = init.args
-    device = choose_device(args.device)
-    here = places(args)
-    index = here.index(Place(init.dp_rank, init.pp_rank, init.tp_rank))
-    if device.type == "cuda":
-        check_devices(len(here), torch.cuda.device_count())
-        torch.cuda.set_device(index)
     rank = init.pp_rank * args.tp_size + init.tp_rank
     where = rendezvous(args, init.directory, init.dp_rank)
     timeout_s = args.watchdog_timeout or NO_TIMEOUT_S
@@ -98,8 +99,8 @@ def join(init: ChildInit) -> tuple[Topology, int]:
     if args.nnodes > 1:
         shared = msgspec.json.encode([init.checkpoint.config, *(getattr(args, name) for name in SHARED_OPTIONS)])
         digest = hashlib.blake2b(shared, digest_size=7).digest()
-        same_everywhere(digest, "model or options", topology.weights, torch.device(device.type))
-    return topology, index
+        same_everywhere(digest, "model or options", topology.weights, device)
+    return topology
 
 
 def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:
