@@ -81,6 +81,15 @@ def broadcast(x: Tensor, group: Group, operation: str = "broadcast") -> Tensor:
     return x
 
 
+def pass_over(nbytes: int, group: Group, device: torch.device, operation: str = "broadcast") -> None:
+    """Takes part in a broadcast of so many bytes that this rank, which is not rank 0, has no use for."""
+    if group.shared is not None:
+        group.counts.add(operation, nbytes)
+        group.shared.pass_over(nbytes)
+    else:
+        broadcast(torch.empty(nbytes, dtype=torch.uint8, device=device), group, operation)
+
+
 def least(value: int, group: Group, device: torch.device) -> int:
     """The smallest of the ranks' values."""
     return min(_values(value, group, device))

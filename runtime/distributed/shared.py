@@ -57,6 +57,10 @@ class SharedGroup:
         """Rank 0's values, in place in the others' `x`. Rank 0 may be a megabyte ahead of them."""
         self._call(self._kernels.llmserve_shared_broadcast, self.handle, x.data_ptr(), x.nbytes)
 
+    def pass_over(self, nbytes: int) -> None:
+        """Takes part in a broadcast of so many bytes, on a rank that does not want them."""
+        self._call(self._kernels.llmserve_shared_broadcast, self.handle, 0, nbytes)
+
     def send(self, x: Tensor, to: int, tag: int) -> None:
         """Returns when `x` may be changed: the receiver may be a megabyte behind."""
         self._call(self._kernels.llmserve_shared_send, self.handle, to, tag, x.data_ptr(), x.nbytes)

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.distributed.collectives import broadcast, least
+from llmserve.runtime.distributed.collectives import broadcast, least, pass_over
 from llmserve.runtime.distributed.groups import Group
 from llmserve.runtime.engine.checkpoint import Source
 from llmserve.runtime.models.configs import TensorInfo
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 BATCH_BYTES = 8 << 20
-"""Small tensors travel together, up to so many bytes: a message costs a millisecond where the cores are busy."""
+"""Small tensors travel together, up to so many bytes: a message costs a millisecond where the cores are busy, and
+next to nothing where ranks share memory.
+"""
 BATCH_TENSORS = 64
 
 
@@ -33,17 +35,19 @@ class SharedSource:
     tensor's number in `tensors` and dtype; and then all their bytes. Every rank calls `end`.
     """
 
-    def __init__(self, source: Source | None, group: Group, device: torch.device) -> None:
+    def __init__(self, source: Source | None, group: Group, device: torch.device, stages: int = 1) -> None:
+        """`tensors` come from each of the pipeline's `stages` in turn, as it takes time to make weights of them."""
         self._source = source
         self._group = group
         self._device = device
+        self._batch_bytes = BATCH_BYTES if group.shared is None else 0
         self._ended = False
         self._waiting: deque[tuple[int, Tensor]] = deque()
-        """Read and not sent, or received and not taken: numbers and tensors."""
+        """Read and not sent, or received and not taken: numbers and tensors, an empty one for what nobody wanted."""
         self._waiting_bytes = 0
-        self._buffer = torch.empty(BATCH_BYTES, dtype=torch.uint8, device=device)
+        self._buffer = torch.empty(self._batch_bytes, dtype=torch.uint8, device=device)
         """For each batch of several tensors in turn: new memory for each would be more than its sum after a while."""
-        self.tensors: dict[str, TensorInfo] = self._share_catalog()
+        self.tensors: dict[str, TensorInfo] = self._share_catalog(stages)
         self._names = list(self.tensors)
         self._numbers = {name: number for number, name in enumerate(self._names)}
 
@@ -53,7 +57,19 @@ class SharedSource:
             tensor = self._source.read(name, dtype).to(self._device).contiguous()
             self._put(self._numbers[name], tensor)
             return tensor
-        if not self._waiting and not self._receive():
+        return self._next(name)
+
+    def skip(self, name: str) -> None:
+        """`read` on a rank that receives, of a tensor that it has no use for."""
+        self._next(name, wanted=False)
+
+    @property
+    def receives(self) -> bool:
+        """Whether it is another rank that reads."""
+        return self._source is None
+
+    def _next(self, name: str, wanted: bool = True) -> Tensor:
+        if not self._waiting and not self._receive(wanted):
             raise ReaderEnded
         number, tensor = self._waiting.popleft()
         assert self._names[number] == name, "the ranks read in the same order"
@@ -65,18 +81,18 @@ class SharedSource:
             self._send()
             self._header([])
         else:
-            while not self._ended and self._receive():
+            while not self._ended and self._receive(wanted=False):
                 pass
         self._waiting.clear()
         return bool(least(int(succeeded), self._group, self._device))
 
     def _put(self, number: int, tensor: Tensor) -> None:
         size = _aligned(tensor.nbytes)
-        if self._waiting_bytes + size > BATCH_BYTES or len(self._waiting) == BATCH_TENSORS:
+        if self._waiting_bytes + size > self._batch_bytes or len(self._waiting) == BATCH_TENSORS:
             self._send()
         self._waiting.append((number, tensor))
         self._waiting_bytes += size
-        if self._waiting_bytes > BATCH_BYTES:
+        if self._waiting_bytes > self._batch_bytes:
             self._send()
 
     def _send(self) -> None:
@@ -94,14 +110,18 @@ class SharedSource:
         self._waiting.clear()
         self._waiting_bytes = 0
 
-    def _receive(self) -> bool:
-        """Takes the next batch. False when there is none any more."""
+    def _receive(self, wanted: bool) -> bool:
+        """Takes the next batch, or lets it pass if it is one tensor and not `wanted`. False when there is none."""
         self._waiting.clear()  # what nobody has taken goes before more comes
         entries = self._header([])
         self._ended = not entries
         if self._ended:
             return False
         sizes = [self._shape(number, dtype).numel() * dtype.itemsize for number, dtype in entries]
+        if len(sizes) == 1 and not wanted:
+            pass_over(sizes[0], self._group, self._device)
+            self._waiting.append((entries[0][0], self._buffer[:0]))
+            return True
         steps = [_aligned(size) for size in sizes] if len(sizes) > 1 else sizes
         data = self._buffer[: sum(steps)]
         if len(sizes) == 1:
@@ -126,8 +146,12 @@ class SharedSource:
         count, *values = broadcast(header.to(self._device), self._group, "plan").tolist()
         return [(values[2 * i], _DTYPES[values[2 * i + 1]]) for i in range(count)]
 
-    def _share_catalog(self) -> dict[str, TensorInfo]:
-        data = b"" if self._source is None else msgspec.msgpack.encode(self._source.tensors)
+    def _share_catalog(self, stages: int) -> dict[str, TensorInfo]:
+        data = b""
+        if self._source is not None:
+            tensors = list(self._source.tensors.items())
+            run = -(-len(tensors) // stages)  # of the checkpoint's order, which is that of the layers mostly
+            data = msgspec.msgpack.encode(dict(tensor for first in range(run) for tensor in tensors[first::run]))
         length = int(broadcast(torch.tensor([len(data)], device=self._device), self._group, "plan").item())
         if self._source is None:
             frame = torch.empty(length, dtype=torch.uint8, device=self._device)

@@ -53,6 +53,11 @@ class _Step(NamedTuple):
     """Of all parts of the weight that it enters: BlockFormats' numbers, 0 where a part cannot stay in blocks."""
     slots: list[Slot]
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the weight stays in the file's blocks: all of it, or nothing."""
+        return len(self.formats) == 1 and 0 not in self.formats
+
 
 def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: Progress, topology: Topology | None = None) -> None:
     """Fills a new model. Raises ConfigError when the checkpoint is not exactly the model's, naming what differs.
@@ -62,7 +67,8 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: Progress, to
     source: Source
     if topology is not None and topology.joined:
         reads = topology.weights.rank == 0
-        source = SharedSource(open_source(checkpoint) if reads else None, topology.weights, weights_of(model)[0].device)
+        opened, device = open_source(checkpoint) if reads else None, weights_of(model)[0].device
+        source = SharedSource(opened, topology.weights, device, topology.pp.size)
     else:
         source = open_source(checkpoint)
     steps, differences = _plan(model, source)
@@ -114,8 +120,9 @@ def stage_weights(
     steps, differences = _plan(model, source)
     if differences:
         raise ConfigError(_summary(checkpoint, differences))
+    check = not (isinstance(source, SharedSource) and source.receives)  # one rank checks for all
     try:
-        for _ in _load(source, steps, progress, check=True):
+        for _ in _load(source, steps, progress, check):
             if cancelled():
                 raise SwapCancelled
     except BaseException:
@@ -150,7 +157,10 @@ def _load(source: Source, steps: list[_Step], progress: Progress, check: bool = 
     """Stages tensor after tensor and yields each slot that has been filled."""
     done, total = 0, sum(step.info.nbytes for step in steps)
     for step in steps:
-        _fill(source, step, check)
+        if isinstance(source, SharedSource) and source.receives and not step.slots:
+            source.skip(step.name)
+        else:
+            _fill(source, step, check)
         yield from step.slots
         done += step.info.nbytes
         progress(done, total)
@@ -158,27 +168,26 @@ def _load(source: Source, steps: list[_Step], progress: Progress, check: bool = 
 
 def _fill(source: Source, step: _Step, check: bool) -> None:
     """Its tensor is gone when it returns: there is never more than one, and none while a weight is packed."""
-    values = _read(source, step)
+    values: Tensor | Blocks = source.read(step.name, torch.uint8 if step.info.blocks else step.dtype)
+    if step.info.blocks:
+        assert isinstance(values, Tensor)
+        values = Blocks(values, BLOCK_FORMATS[step.info.blocks])
     if check and not (values.finite() if isinstance(values, Blocks) else bool(torch.isfinite(values).all())):
         raise ConfigError(f"tensor {step.name!r} has values that are not finite")
     parts = values.split([slot.shape[0] for slot in step.slots]) if len(step.slots) > 1 else (values,)
     for slot, part in zip(step.slots, parts, strict=False):
-        slot.load(part)
+        slot.load(_numbers(part, slot, step) if isinstance(part, Blocks) and not step.in_blocks else slot.own(part))
 
 
-def _read(source: Source, step: _Step) -> Tensor | Blocks:
-    """In the file's blocks where the whole weight can stay in them."""
-    in_blocks = len(step.formats) == 1 and 0 not in step.formats
-    tensor = source.read(step.name, torch.uint8 if in_blocks else step.dtype)
-    if tensor.dtype != torch.uint8:
-        return tensor
-    blocks = Blocks(tensor, BLOCK_FORMATS[step.info.blocks])
-    if all(slot.takes_blocks() for slot in step.slots):
-        return blocks
+def _numbers(blocks: Blocks, slot: Slot, step: _Step) -> Tensor:
+    """This rank's part of a tensor that does not stay in blocks; no more of it is computed than that."""
     from llmserve.runtime.models.gguf_tensors import dequantize
 
-    # the rank that reads cannot know how another stage splits its weights
-    return dequantize(tensor.flatten(), GgufTensor("", step.name, step.info.shape, step.info.blocks, 0), step.dtype)
+    part = slot.own(blocks) if slot.whole_blocks else blocks
+    assert isinstance(part, Blocks)
+    tensor = GgufTensor("", step.name, part.shape, part.format.number, 0)
+    values = dequantize(part.data.flatten(), tensor, step.dtype)
+    return values if slot.whole_blocks else values[slot.part]
 
 
 def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
@@ -187,7 +196,7 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
     All ranks read all tensors where they share them, each its own ones otherwise.
     """
     own = dict(model.slots())
-    slots = own if model.num_layers == model.config.num_layers else _slots_of_all_stages(model)
+    slots = own if model.num_layers == model.config.num_layers else _slots_of_all_stages(model) | own
     steps, differences, missing = [], [], dict.fromkeys(slots)
     formats: dict[int, set[int]] = defaultdict(set)  # of the parts of each weight
     on_cpu = all(slot.weight.device.type == "cpu" for slot in own.values())
@@ -210,7 +219,7 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
         for known in names:
             missing.pop(known, None)
         if names[0] in own or isinstance(source, SharedSource):
-            mine = [own[known] for known in names if known in own]
+            mine = targets if names[0] in own else []
             steps.append(_Step(name, info, targets[0].weight.dtype, formats[id(targets[0].weight)], mine))
         for slot in targets:
             takes = on_cpu and info.blocks and slot.takes_blocks()

@@ -1,7 +1,7 @@
 """A weight's life: loaded part by part, committed for the kernels to read, exchanged by a swap.
 
 `load -> finalize`: values, or a file's blocks, are written to what is staged in their final form, and `commit` makes
-them the active ones. What is staged beside active values lies in the CPU's memory: a GPU's is full of KV pages.
+them the active ones.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmserve.runtime.ops import BlockFormat, Blocks, PackedWeight, takes_blocks
+from llmserve.runtime.ops import BLOCK_INPUTS, BlockFormat, Blocks, PackedWeight, takes_blocks
 
 Staged = Tensor | Blocks | PackedWeight
 """What the next values are, or what a swap has replaced."""
@@ -34,8 +34,7 @@ class Weight(ABC):
     def staged(self) -> Tensor:
         """Where the next values are written, [*shape]; not initialised."""
         if not isinstance(self._staged, Tensor):
-            device = torch.device("cpu") if self._committed else self.device
-            self._staged = torch.empty(self.shape, dtype=self.dtype, device=device)
+            self._staged = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return self._staged
 
     def commit(self) -> None:
@@ -69,7 +68,9 @@ class PlainWeight(Weight):
 
     def _exchange(self, values: Staged) -> Tensor:
         assert isinstance(values, Tensor)
-        return _exchange(self.value, values)
+        old = self.value.clone()
+        self.value.copy_(values)
+        return old
 
 
 class LinearWeight(Weight):
@@ -93,19 +94,10 @@ class LinearWeight(Weight):
     def _first(self, values: Staged) -> None:
         self.value = values if isinstance(values, PackedWeight) else PackedWeight(values)
 
-    def _exchange(self, values: Staged) -> Staged:
-        if isinstance(values, Tensor) and self.device.type != "cpu":
-            return _exchange(self.value.data, values)
+    def _exchange(self, values: Staged) -> PackedWeight:
         other = values if isinstance(values, PackedWeight) else PackedWeight(values)
         self.value.exchange(other)
         return other
-
-
-def _exchange(value: Tensor, values: Tensor) -> Tensor:
-    """Makes `value` what `values` are, and returns what it was, where `values` lie."""
-    old = value.to(values.device, copy=True)
-    value.copy_(values)
-    return old
 
 
 @dataclass(frozen=True)
@@ -125,22 +117,25 @@ class Slot:
         """Whether a tensor in such blocks can enter as it is."""
         return isinstance(self.weight, LinearWeight) and takes_blocks(self.weight.shape[1], self.weight.dtype)
 
-    def load(self, values: Tensor | Blocks) -> None:
-        """Stages this rank's part of a tensor, which has `shape` and any floating dtype, or is in blocks it `takes`."""
-        if isinstance(values, Blocks):
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether this rank's part of a tensor in blocks is made of whole ones."""
+        return all(inputs.start % BLOCK_INPUTS == inputs.stop % BLOCK_INPUTS == 0 for inputs in self.part[1:])
+
+    def own(self, values: Tensor | Blocks) -> Tensor | Blocks:
+        """This rank's part of a tensor, which has `shape`; of `whole_blocks` where it is in blocks."""
+        return values.part(*self.part) if isinstance(values, Blocks) else values[self.part]
+
+    def load(self, own: Tensor | Blocks) -> None:
+        """Stages this rank's part of a tensor, which has any floating dtype, or is in blocks where it `takes` them."""
+        if isinstance(own, Blocks):
             assert isinstance(self.weight, LinearWeight)
-            rows, *columns = self.part or (slice(None),)
-            part = (rows, *(_bytes(inputs, values.format) for inputs in columns))
-            self.weight.staged_blocks(values.format)[self.into].copy_(values.data[part])
+            self.weight.staged_blocks(own.format)[self.into].copy_(own.data)
             return
         target = self.weight.staged()[self.into]
-        target.copy_(values[self.part])
+        target.copy_(own)
         if self.plus:
             target.add_(self.plus)
-
-
-def _bytes(inputs: slice, format: BlockFormat) -> slice:
-    return slice(format.row_bytes(inputs.start), format.row_bytes(inputs.stop))
 
 
 Slots = Iterator[tuple[str, Slot]]

@@ -46,7 +46,7 @@ def dequantize(data: Tensor, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
     block, size = GGML_QUANT_SIZES[kind]
     if kind in _KERNELS:
         count = _PART // block
-        values = torch.empty(len(data) // size, block, dtype=dtype)
+        values = torch.empty(len(data) // size, block, dtype=dtype, device=data.device)
         for part, blocks in zip(torch.split(values, count), torch.split(data.view(-1, size), count), strict=True):
             part.copy_(_KERNELS[kind](blocks).view(-1, block))
         return values.view(tensor.shape)

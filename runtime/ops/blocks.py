@@ -42,6 +42,12 @@ class Blocks:
         rows, row_bytes = self.data.shape
         return rows, row_bytes // self.format.block_bytes * BLOCK_INPUTS
 
+    def part(self, rows: slice = slice(None), inputs: slice | None = None) -> "Blocks":
+        """Some rows and inputs, which begin and end with a block."""
+        row_bytes = self.format.row_bytes
+        columns = slice(None) if inputs is None else slice(row_bytes(inputs.start), row_bytes(inputs.stop))
+        return Blocks(self.data[rows, columns], self.format)
+
     def split(self, rows: list[int]) -> list["Blocks"]:
         return [Blocks(part, self.format) for part in torch.split(self.data, rows)]
 

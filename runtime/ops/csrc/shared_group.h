@@ -75,12 +75,12 @@ class SharedGroup {
         return 0;
     }
 
-    // Rank 0's data, on every rank. Rank 0 may be some chunks ahead of the others.
+    // Rank 0's data, on every rank, but for one whose `data` is null. Rank 0 may be some chunks ahead of the others.
     int broadcast(char* data, int64_t bytes) {
         for (int64_t done = 0; done < bytes; done += kChunk) {
             const int64_t n = std::min(kChunk, bytes - done);
             const bool passed = rank == 0 ? write(everyone(rank_stream(0)), data + done, n)
-                                          : read(rank_stream(0), data + done, n);
+                                          : read(rank_stream(0), data ? data + done : nullptr, n);
             if (!passed) return failure_;
         }
         return 0;
@@ -158,7 +158,7 @@ class SharedGroup {
     bool read(Stream& stream, void* to, int64_t bytes) {
         const void* chunk = arrived(stream);
         if (!chunk) return false;
-        std::memcpy(to, chunk, bytes);
+        if (to) std::memcpy(to, chunk, bytes);
         advance(stream.taken[rank]);
         return true;
     }
