@@ -13,6 +13,7 @@ import typer
 
 from llmserve.cli.common import CommandError, ExitCode
 from llmserve.cli.console import CONTROL_PICTURES, Console
+from llmserve.cli.patience import Patience
 
 if TYPE_CHECKING:
     import httpx
@@ -62,17 +63,25 @@ GapOption = Annotated[
 class Answer:
     """One streamed answer: iterate over its pieces of text; the other attributes are right once that has ended.
 
-    Raises CommandError for what the server refuses, and when the connection fails.
+    While none comes because the instance is paused, `console` is told so. Raises CommandError for what the server
+    refuses, and when the connection fails.
     """
 
     def __init__(
-        self, record: "InstanceRecord", route: str, body: dict[str, Any], api_key: str | None, gap_s: float
+        self,
+        console: Console,
+        record: "InstanceRecord",
+        route: str,
+        body: dict[str, Any],
+        api_key: str | None,
+        gap_s: float,
     ) -> None:
         self.text = ""
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] = {}
         self.ttft_s = 0.0
         self.seconds = 0.0
+        self._console = console
         self._record = record
         self._url = f"{base_url(record)}{route}"
         self._body = {k: v for k, v in body.items() if v is not None}
@@ -87,12 +96,14 @@ class Answer:
         timeout = httpx.Timeout(self._gap_s, connect=5.0)
         try:
             with (
+                Patience(self._console, self._record) as patience,
                 httpx.Client(timeout=timeout, trust_env=False) as client,
                 client.stream("POST", self._url, json=self._body, headers=self._headers) as response,
             ):
                 if response.status_code != 200:
                     raise refusal(response)
                 for event in events(response):
+                    patience.heard()
                     piece = self._take(event)
                     if piece:
                         self.ttft_s = self.ttft_s or time.monotonic() - started
@@ -120,8 +131,9 @@ class Answer:
             piece += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
         return piece
 
-    def show(self, console: Console) -> None:
+    def show(self) -> None:
         """Streams the answer to stdout; on a terminal control characters are shown instead of executed."""
+        console = self._console
         terminal = console.stdout.isatty()
         for piece in self:
             console.print(piece.translate(TERMINAL_SAFE) if terminal else piece, end="")
@@ -147,6 +159,12 @@ class Answer:
             "ttft_s": round(self.ttft_s, 6),
             "seconds": round(self.seconds, 6),
         }
+
+
+def piped(console: Console) -> str:
+    """What is piped in, without the newline that `echo` and editors end a text with."""
+    text = console.stdin.read()
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def base_url(record: "InstanceRecord") -> str:

@@ -19,7 +19,10 @@ HELP = """\
 def chat(
     ctx: typer.Context,
     message: Annotated[
-        str | None, typer.Argument(help="Answer this one message and end. What is piped in is added to it.")
+        str | None,
+        typer.Argument(
+            help="Answer this one message and end; - reads it from standard input. What is piped in is added."
+        ),
     ] = None,
     instance: InstanceOption = None,
     system: Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system prompt.")] = None,
@@ -42,11 +45,11 @@ def chat(
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop or None}
 
     def ask(messages: list[dict[str, str]]) -> answer.Answer:
-        return answer.Answer(record, "/v1/chat/completions", {"messages": messages, **options}, key, timeout)
+        return answer.Answer(console, record, "/v1/chat/completions", {"messages": messages, **options}, key, timeout)
 
-    conversation = Conversation(system)
-    piped = "" if console.stdin.isatty() else console.stdin.read()
-    single = "\n\n".join(part for part in (message, piped) if part and part.strip())
+    conversation, terminal = Conversation(system), console.stdin.isatty()
+    parts = ["" if message == "-" else message, answer.piped(console) if message == "-" or not terminal else ""]
+    single = "\n\n".join(part for part in parts if part and part.strip())
     if single:
         result = ask(conversation.with_user(single))
         if json:
@@ -54,8 +57,8 @@ def chat(
                 pass
             console.json(result.as_json())
         else:
-            result.show(console)
-    elif not console.stdin.isatty() or json:
+            result.show()
+    elif not terminal or message is not None or json:
         raise CommandError("there is no message: give one as an argument or pipe it in", ExitCode.USAGE)
     else:
         talk(console, conversation, ask, record.served_model_names[0])
@@ -113,7 +116,7 @@ def turn(console: Console, conversation: Conversation, ask: Ask, text: str) -> N
     """Asks for one answer and shows it. What came before Ctrl-C stays in the conversation."""
     result = ask(conversation.with_user(text))
     try:
-        result.show(console)
+        result.show()
     except KeyboardInterrupt:
         console.note("\n(ended)")
     except CommandError as error:

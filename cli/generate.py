@@ -10,7 +10,9 @@ from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOpti
 
 def generate(
     ctx: typer.Context,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(help="The text to continue; - reads it from standard input, less a last newline.")
+    ],
     instance: InstanceOption = None,
     max_tokens: answer.MaxTokensOption = None,
     temperature: answer.TemperatureOption = None,
@@ -26,7 +28,7 @@ def generate(
     Ctrl-C ends the request in the server too. Only the new text is printed, so that it can be piped on.
     """
     console = console_of(ctx)
-    text = console.stdin.read() if prompt == "-" else prompt
+    text = answer.piped(console) if prompt == "-" else prompt
     if not text:
         raise CommandError("the prompt is empty", ExitCode.USAGE)
     body = {
@@ -38,12 +40,12 @@ def generate(
         "stop": stop or None,
     }
     key = answer.api_key(console, api_key_file)
-    result = answer.Answer(find_instance(instance), "/v1/completions", body, key, timeout)
+    result = answer.Answer(console, find_instance(instance), "/v1/completions", body, key, timeout)
     if json:
         for _ in result:
             pass
         console.json(result.as_json())
         return
-    result.show(console)
+    result.show()
     if console.stdout.isatty():
         console.err.print(result.summary(), style="dim")

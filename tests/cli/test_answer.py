@@ -2,16 +2,21 @@
 
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-from fake_instance import run
+from fake_instance import FakeInstance, fresh_registry, run
 
-from llmserve.cli import chat, common, generate
+from instances import wait_until
+from llmserve.cli import chat, common, generate, patience
 from llmserve.cli.console import Console
+from llmserve.runtime.messages import GetLoadReqInput, GetLoadReqOutput
 
 
 class Front(ThreadingHTTPServer):
@@ -26,6 +31,8 @@ class Front(ThreadingHTTPServer):
         self.last: list[Any] = []
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.before: Callable[[], object] = lambda: None
+        """Called before the first piece."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -40,6 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.status != 200:
             self.wfile.write(json.dumps({"error": {"message": "the prompt is too long"}}).encode())
             return
+        self.server.before()
         for piece in self.server.pieces:
             choice = {"delta": {"content": piece}} if self.path == "/v1/chat/completions" else {"text": piece}
             self.event({"choices": [{"index": 0, "finish_reason": None, **choice}]})
@@ -62,7 +70,9 @@ class Handler(BaseHTTPRequestHandler):
 def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
     server = Front()
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    record = SimpleNamespace(name="t", host="0.0.0.0", port=server.server_port, served_model_names=("tiny",))
+    record = SimpleNamespace(
+        name="t", host="0.0.0.0", port=server.server_port, served_model_names=("tiny",), rpc_addresses=()
+    )
     for module in (chat, generate):
         monkeypatch.setattr(module, "find_instance", lambda name: record)
     yield server
@@ -112,8 +122,10 @@ def test_chat_sends_its_options(front: Front) -> None:
 
 
 def test_generate_reads_the_prompt_from_a_pipe(front: Front) -> None:
-    assert run("generate", "-", stdin="piped in").code == 0
-    assert front.bodies[0]["prompt"] == "piped in"
+    """Less the newline that ends a text, and no more than that."""
+    for text, prompt in (("a", "a"), ("a\n", "a"), ("a\r\n", "a"), ("a\n\n", "a\n"), ("a ", "a ")):
+        assert run("generate", "-", stdin=text).code == 0
+        assert front.bodies[-1]["prompt"] == prompt
 
 
 def test_generate_json_is_one_object(front: Front) -> None:
@@ -172,8 +184,38 @@ def test_chat_takes_a_message_and_what_is_piped_in(front: Front) -> None:
     assert result.out == "Hello, world\n"
     assert front.bodies[0]["messages"] == [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Summarize:\n\na long text\n"},
+        {"role": "user", "content": "Summarize:\n\na long text"},
     ]
+
+
+def test_chat_reads_its_message_where_a_dash_stands(front: Front) -> None:
+    assert run("chat", "-", stdin="Hello\n").code == 0
+    assert run("chat", "-", stdin="Hi\n", terminal=True).code == 0
+    assert [body["messages"][-1]["content"] for body in front.bodies] == ["Hello", "Hi"]
+    assert run("chat", "-", stdin="\n").code == 2
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("state", ["paused", "ready"])
+def test_a_pause_is_told_once_while_one_waits(
+    front: Front, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, state: str
+) -> None:
+    fresh_registry(monkeypatch, tmp_path)
+    monkeypatch.setattr(patience, "SILENCE_S", 0.05)
+    with FakeInstance("held") as fake:
+        load = GetLoadReqOutput(
+            state=state, running=0, waiting=1, kv_tokens_used=0, kv_tokens_cached=0, kv_tokens_total=1
+        )
+        fake.handlers[GetLoadReqInput] = lambda _: load
+        record = msgspec.structs.replace(fake.instance.record, port=front.server_port)
+        for module in (chat, generate):
+            monkeypatch.setattr(module, "find_instance", lambda name: record)
+        asked = 1 if state == "paused" else 3
+        front.before = lambda: (wait_until(lambda: len(fake.requests) >= asked, 10, "the question"), time.sleep(0.2))
+        done = run(command, "x")
+    told = '"held" is paused; waiting until `llmserve resume -i held` lets it go on\n'
+    assert (done.code, done.out) == (0, "Hello, world\n")
+    assert done.err == (told if state == "paused" else "")
 
 
 def test_chat_without_a_message_off_a_terminal_is_a_usage_error(front: Front) -> None:
