@@ -13,7 +13,7 @@ import msgspec
 from llmserve.cli.top.history import History
 from llmserve.cli.top.latencies import WINDOW_S, Latencies
 from llmserve.cli.top.samples import GpuInfo, Gpus, Link, Sample
-from llmserve.cli.top.snapshot import Cache, Gpu, Latency, Load, Process, Request, Snapshot, State
+from llmserve.cli.top.snapshot import Cache, Gpu, Latency, Load, Process, Replica, Request, Snapshot, State
 from llmserve.runtime.messages import HttpMetrics, ProcessInfo, RequestInfo, SchedulerMetrics
 
 BUBBLE_S = 10.0
@@ -97,7 +97,7 @@ class Model:
             weight_version=max((r.weight_version for r in replicas), default=0),
             uptime_s=max((r.uptime_s + now - r.time for r in replicas), default=0.0),
             data_age_s=max(0.0, now - newest.time) if newest else None,
-            replicas=len(replicas),
+            replicas=tuple(_replica(r, now) for _, r in sorted(self._replicas.items())),
             load=self._load(now),
             cache=self._cache(now),
             latency=self._latency(now),
@@ -150,12 +150,12 @@ class Model:
                 return "stalled", f"the scheduler has said nothing for {silent_s:.0f} s"
             return ("connecting" if self.expects_data else "starting"), ""
         for rank, replica in self._replicas.items():
-            where = f"replica {rank}: " if len(self._replicas) > 1 else ""
+            who = f"replica {rank}" if len(self._replicas) > 1 else "the scheduler"
             if now - replica.time > STALE_S:
-                return "stalled", f"{where}the scheduler has said nothing for {now - replica.time:.0f} s"
+                return "stalled", f"{who} has said nothing for {now - replica.time:.0f} s"
             idle_s = now - self._stepped[rank]
             if replica.running and idle_s > NO_STEP_S and replica.state == "ready":
-                return "stalled", f"{where}no step for {idle_s:.0f} s while {replica.running} run"
+                return "stalled", f"{who} made no step for {idle_s:.0f} s while {replica.running} run"
         if self._latencies and now - self._latencies.newest.time > STALE_S:
             return "stalled", f"the front has said nothing for {now - self._latencies.newest.time:.0f} s"
         states = {replica.state for replica in self._replicas.values()}
@@ -235,6 +235,18 @@ class Model:
         active_s = work[-1].active_s - work[0].active_s
         busy_s = work[-1].busy_s[place] - work[0].busy_s[place]
         return min(1.0, max(0.0, 1 - busy_s / active_s)) if active_s > 0 else None
+
+
+def _replica(replica: SchedulerMetrics, now: float) -> Replica:
+    return Replica(
+        dp_rank=replica.dp_rank,
+        state=replica.state,
+        running=replica.running,
+        waiting=replica.waiting,
+        kv_used=replica.kv_tokens_used,
+        kv_total=replica.kv_tokens_total,
+        heartbeat_age_s=max(0.0, now - replica.time),
+    )
 
 
 def _request(info: RequestInfo, replica: SchedulerMetrics, now: float) -> Request:

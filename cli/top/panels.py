@@ -5,9 +5,10 @@ What a colour says is always said by a glyph and a word too.
 
 from llmserve.cli import format
 from llmserve.cli.top.frame import Frame
+from llmserve.cli.top.glyphs import STATE_STYLES
 from llmserve.cli.top.model import STALE_S
-from llmserve.cli.top.snapshot import Quantiles
-from llmserve.cli.top.spans import Line
+from llmserve.cli.top.snapshot import Process, Quantiles
+from llmserve.cli.top.spans import Line, packed
 
 FULL = 0.9
 """From this share of the KV pool on, it is called high."""
@@ -111,23 +112,57 @@ def latencies(frame: Frame) -> list[tuple[str, Quantiles]]:
     return [("ttft", latency.ttft), ("itl", latency.itl), ("e2e", latency.e2e), ("queue", latency.queue)]
 
 
+def replicas(frame: Frame) -> list[Line]:
+    """How busy each is, where there are several: they are chosen by prefix, so some may have more to do."""
+    if len(frame.s.replicas) < 2:
+        return []
+    items: list[Line] = []
+    for each in frame.s.replicas:
+        late = each.heartbeat_age_s > STALE_S
+        state = f"{frame.glyphs.alert} silent" if late else each.state
+        item: Line = [(f"dp{each.dp_rank} ", "dim"), (state, "bad" if late else STATE_STYLES.get(each.state, ""))]
+        kv = format.percent(each.kv_used, each.kv_total)
+        item += [(" run ", "dim"), (str(each.running), ""), (" wait ", "dim"), (str(each.waiting), "")]
+        items.append([*item, (" kv ", "dim"), (kv, "")])
+    return packed("replicas", items, frame.width)
+
+
+def waits(frame: Frame) -> list[Line]:
+    """How long each rank waits for the others, where there are several and there is no room for the processes."""
+    ranks = [process for process in frame.s.processes if process.bubble is not None]
+    items: list[Line] = [[(f"{place(frame, rank)} ", "dim"), (waited(rank.bubble), "")] for rank in ranks]
+    return packed("waits", items, frame.width)
+
+
+def place(frame: Frame, process: Process) -> str:
+    """What tells a rank from the others, in the words of the options: pp1 tp0."""
+    ranks = [each for each in frame.s.processes if each.role == process.role]
+    names = ("dp", "pp", "tp")
+    return " ".join(
+        f"{name}{getattr(process, name + '_rank')}"
+        for name in names
+        if len({getattr(each, name + "_rank") for each in ranks}) > 1
+    )
+
+
 def processes(frame: Frame, width: int) -> list[Line]:
-    lines = [frame.title("Processes", "", width)]
-    staged = any(process.bubble is not None for process in frame.s.processes)
-    waits = f"{'wait':>6}" if staged else ""
-    lines.append([(f"{'':12}{'pid':>7}{'rss':>10}{'cpu':>6}{waits}{'heard':>7}{'drop':>6}", "dim")])
-    many = len({(p.dp_rank, p.pp_rank, p.tp_rank) for p in frame.s.processes}) > 1
-    for process in frame.s.processes:
+    shown = frame.s.processes
+    staged = any(process.bubble is not None for process in shown)
+    names = [f"{'rank' if place(frame, each) else each.role} {place(frame, each)}".rstrip() for each in shown]
+    first = max([11, *map(len, names)])
+    lines = [frame.title("Processes", "wait: for other ranks" if staged else "", width)]
+    waits = f"{'wait':>5}" if staged else ""
+    lines.append([(f"{'':{first}}{'pid':>8}{'rss':>9}{'cpu':>6}{waits}{'heard':>6}{'drop':>5}", "dim")])
+    for name, process in zip(names, shown, strict=True):
         late = process.heartbeat_age_s > STALE_S
-        rank = f" {process.dp_rank}.{process.pp_rank}.{process.tp_rank}" if many and process.role == "scheduler" else ""
         heard = format.duration(process.heartbeat_age_s)
         lines.append(
             [
-                (f"{process.role[: 12 - len(rank)]}{rank}".ljust(12), ""),
-                (f"{process.pid:>7}{format.size(process.rss_bytes):>10}{process.cpu_percent:>5.0f}%", ""),
-                (waited(process.bubble) if staged else "", ""),
-                (f"{heard:>7}", "bad" if late else ""),
-                (f"{format.number(process.dropped_messages):>6}", "warn" if process.dropped_messages else "dim"),
+                (f"{name:{first}}{process.pid:>8}", ""),
+                (f"{format.size(process.rss_bytes):>9}{process.cpu_percent:>5.0f}%", ""),
+                (f"{waited(process.bubble):>5}" if staged else "", ""),
+                (f"{heard:>6}", "bad" if late else ""),
+                (f"{format.number(process.dropped_messages):>5}", "warn" if process.dropped_messages else "dim"),
                 (f" {frame.glyphs.alert} late" if late else "", "bad"),
             ]
         )
@@ -135,7 +170,7 @@ def processes(frame: Frame, width: int) -> list[Line]:
         used = f"{format.size(gpu.used_bytes)} of {format.size(gpu.total_bytes)}"
         lines.append(
             [
-                (f"gpu {gpu.index}".ljust(12), ""),
+                (f"gpu {gpu.index}".ljust(first), ""),
                 (f"{used}, {gpu.busy_percent:.0f}% busy", ""),
                 (f"  {gpu.name}", "dim"),
             ]
@@ -148,4 +183,4 @@ def seconds(value: float | None) -> str:
 
 
 def waited(bubble: float | None) -> str:
-    return f"{'-':>6}" if bubble is None else f"{100 * bubble:>5.0f}%"
+    return "-" if bubble is None else f"{100 * bubble:.0f}%"

@@ -72,6 +72,16 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     alone or nothing ran."""
 
 
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
+    dp_rank: int
+    state: str
+    running: int
+    waiting: int
+    kv_used: int
+    kv_total: int
+    heartbeat_age_s: float
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     rid: str
     index: int
@@ -110,7 +120,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: int = 0
     uptime_s: float = 0.0
     data_age_s: float | None = None
-    replicas: int = 0
+    replicas: tuple[Replica, ...] = ()
     load: Load = Load()
     cache: Cache = Cache()
     latency: Latency = Latency()

@@ -58,6 +58,18 @@ def clip(line: Line, width: int, ellipsis: str) -> Line:
     return clipped
 
 
+def packed(name: str, items: list[Line], width: int) -> list[Line]:
+    """The items in as few lines as they need, the first of which is called `name`."""
+    lines: list[Line] = []
+    for item in items:
+        if not lines or length(lines[-1]) + 2 + length(item) > width:
+            lines.append([(f"{'' if lines else name:9}", "dim")])
+            lines[-1] += item
+        else:
+            lines[-1] += [("  ", ""), *item]
+    return lines
+
+
 def beside(left: list[Line], right: list[Line], width: int) -> list[Line]:
     """Two blocks side by side, two cells apart; the left one is `width` wide."""
     height = max(len(left), len(right))

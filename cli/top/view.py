@@ -3,7 +3,6 @@
 What is on top, at the bottom and in between; panels.py and rows.py draw the parts.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from rich.cells import cell_len
@@ -20,6 +19,8 @@ from llmserve.cli.top.spans import Line, beside, clip, elide, length, shorten
 
 WIDE = 100
 """From this width on, blocks stand side by side."""
+RIGHT = 56
+"""The right ones need so much."""
 
 NOTHING_YET = {
     "connecting": "waiting for its first numbers",
@@ -56,15 +57,15 @@ def header(frame: Frame) -> Line:
     s = frame.s
     state: Line = [(f"{frame.glyphs.states[s.state]} {s.state}", STATE_STYLES[s.state])]
     parts = [
-        Part(s.reason, "bad", 1, 16),
+        Part(s.reason, "bad", 1, max(16, frame.width // 2)),
         Part(printable(s.instance), "bold", 0, 4),
         Part(printable(s.model), "", 3, 8),
     ]
     if s.replicas:  # it has said so much already
         version, uptime = f"weights v{s.weight_version}", f"up {format.duration(s.uptime_s)}"
         parts += [Part(version, "dim", 2, len(version)), Part(uptime, "dim", 4, len(uptime))]
-    if s.replicas > 1:
-        replicas = f"{s.replicas} replicas"
+    if len(s.replicas) > 1:
+        replicas = f"{len(s.replicas)} replicas"
         parts.append(Part(replicas, "dim", 2, len(replicas)))
     right = freshness(frame)
     room = frame.width - length(state) - length(right) - 2
@@ -143,27 +144,29 @@ def overview(frame: Frame, room: int) -> list[Line]:
 
 def blocks(frame: Frame, room: int) -> list[Line]:
     """The richest arrangement that leaves the table some lines."""
-    width, sparse = frame.width, panels.load_line(frame) + panels.cache_line(frame)
-    plans: tuple[Callable[[], list[Line]], ...] = (
-        lambda: columns(frame) if width >= WIDE else full(frame) + panels.processes(frame, width),
-        lambda: full(frame),
-        lambda: panels.load(frame, width) + panels.cache(frame, width) + panels.latency_lines(frame),
-        lambda: sparse + panels.latency_lines(frame),
+    width = frame.width
+    graphs = panels.load(frame, width) + panels.cache(frame, width)
+    latency, latency_line = panels.latency(frame, width), panels.latency_lines(frame)
+    replicas, waits = panels.replicas(frame), panels.waits(frame)
+    sparse = panels.load_line(frame) + panels.cache_line(frame)
+    richest = (
+        columns(frame) + replicas if width >= WIDE else graphs + latency + replicas + panels.processes(frame, width)
     )
-    for plan in plans:
-        lines = plan()
+    plans = (
+        richest,
+        graphs + latency + replicas + waits,
+        graphs + latency_line + replicas + waits,
+        sparse + latency_line + replicas + waits,
+        sparse + latency_line,
+    )
+    for lines in plans:
         if len(lines) <= room - min(10, 2 + len(frame.s.requests)):
             return lines
     return sparse[:room]
 
 
-def full(frame: Frame) -> list[Line]:
-    width = frame.width
-    return panels.load(frame, width) + panels.cache(frame, width) + panels.latency(frame, width)
-
-
 def columns(frame: Frame) -> list[Line]:
-    left = frame.width // 2 - 1
+    left = min(frame.width // 2 - 1, frame.width - RIGHT - 2)
     right = frame.width - left - 2
     upper = beside(panels.load(frame, left), panels.cache(frame, right), left)
     return upper + beside(panels.latency(frame, left), panels.processes(frame, right), left)

@@ -133,7 +133,7 @@ def test_work_without_steps_is_stalled() -> None:
         model.add(msgspec.structs.replace(scheduler(10), time=START + second))
     found = model.snapshot(START + 16)
     assert found.state == "stalled"
-    assert "no step for 6 s while 3 run" in found.reason
+    assert found.reason == "the scheduler made no step for 6 s while 3 run"
 
 
 @pytest.mark.parametrize("state", ["paused", "draining"])
@@ -184,11 +184,20 @@ def test_a_restart_begins_anew() -> None:
     assert len(found.history["decode"]) == 1
 
 
+def test_a_replica_that_has_died_is_named() -> None:
+    model = fed([msgspec.structs.replace(scheduler(1), dp_rank=rank) for rank in (0, 1)])
+    for second in range(2, 8):
+        model.add(scheduler(second))
+    found = model.snapshot(START + 7)
+    assert (found.state, found.reason) == ("stalled", "replica 1 has said nothing for 6 s")
+    assert [each.heartbeat_age_s for each in found.replicas] == [0.0, 6.0]
+
+
 def test_replicas_are_added_up() -> None:
     other = [msgspec.structs.replace(scheduler(second), dp_rank=1) for second in range(11)]
     ours = [scheduler(second) for second in range(11)]
     found = fed([sample for pair in zip(ours, other, strict=True) for sample in pair]).snapshot(START + 10)
-    assert found.replicas == 2
+    assert [(each.dp_rank, each.running, each.kv_total) for each in found.replicas] == [(0, 3, 10_000), (1, 3, 10_000)]
     assert (found.load.running, found.cache.total) == (6, 20_000)
     assert found.load.decode_tokens_per_s == pytest.approx(200.0)
     assert len(found.requests) == 8

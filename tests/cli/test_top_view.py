@@ -10,7 +10,7 @@ from top_samples import SECONDS, START, samples
 from llmserve.cli.top.glyphs import ASCII, UNICODE, Glyphs
 from llmserve.cli.top.keys import Abort, Ui
 from llmserve.cli.top.model import Model
-from llmserve.cli.top.snapshot import Snapshot
+from llmserve.cli.top.snapshot import Process, Replica, Snapshot
 from llmserve.cli.top.spans import text_of
 from llmserve.cli.top.view import render
 
@@ -94,6 +94,8 @@ def test_a_long_name_hides_neither_state_nor_age(
     first = drawn(named, *size).splitlines()[0]
     assert f" {state}" in first
     assert first.endswith("400ms" if size[0] < 60 else "data 400ms old")
+    if size[0] >= 80:
+        assert reason in first
 
 
 def test_names_are_elided_in_their_middle(snapshot: Snapshot) -> None:
@@ -126,7 +128,7 @@ def test_before_the_first_numbers_none_are_shown(size: tuple[int, int]) -> None:
 def test_wide_shows_processes_beside_latencies(snapshot: Snapshot) -> None:
     text = drawn(snapshot, 120, 30)
     assert any("Latency" in line and "Processes" in line for line in text.splitlines())
-    assert any(line.endswith("main            100  80.0 MiB   12%  400ms     5") for line in text.splitlines())
+    assert any(line.endswith("main            100 80.0 MiB   12% 400ms    5") for line in text.splitlines())
     assert "12.0 GiB of 139 GiB, 45% busy" in text
     assert text.splitlines()[0].endswith("data 400ms old")
 
@@ -191,14 +193,30 @@ def test_readonly_offers_no_action(snapshot: Snapshot) -> None:
         assert "flush" not in text
 
 
-def test_ranks_and_stages_are_shown_with_how_long_they_wait(snapshot: Snapshot) -> None:
+def rank_of(snapshot: Snapshot, **place: int) -> Process:
+    """A rank whose stage waits for a quarter of the time, or more in a later stage."""
     (alone,) = (process for process in snapshot.processes if process.role == "scheduler")
-    assert " wait " not in drawn(snapshot, 120, 40)
-    ranks = [msgspec.structs.replace(alone, pid=200 + stage, pp_rank=stage, bubble=0.25 * stage) for stage in (0, 1)]
-    text = drawn(msgspec.structs.replace(snapshot, processes=tuple(ranks)), 120, 40)
-    assert " wait " in text
-    first, second = (line for line in text.splitlines() if "schedu 0." in line)
-    assert "schedu 0.0.0" in first
-    assert "0%" in first
-    assert "schedu 0.1.0" in second
-    assert "25%" in second
+    return msgspec.structs.replace(alone, bubble=0.25 * (1 + place.get("pp_rank", 0)), **place)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (200, 50)])
+def test_ranks_and_stages_are_shown_with_how_long_they_wait(snapshot: Snapshot, size: tuple[int, int]) -> None:
+    assert "wait heard" not in drawn(snapshot, 120, 40)
+    ranks = tuple(rank_of(snapshot, pp_rank=stage, tp_rank=rank) for stage in (0, 1) for rank in (0, 1))
+    text = drawn(msgspec.structs.replace(snapshot, processes=(snapshot.processes[0], *ranks)), *size)
+    if size[0] < 100:  # no room for the processes
+        assert "waits    pp0 tp0 25%  pp0 tp1 25%  pp1 tp0 50%  pp1 tp1 50%" in text
+        return
+    lines = [line.split("rank ")[1].split() for line in text.splitlines() if "rank pp" in line]
+    assert [line[:2] for line in lines] == [["pp0", "tp0"], ["pp0", "tp1"], ["pp1", "tp0"], ["pp1", "tp1"]]
+    assert [line[6] for line in lines] == ["25%", "25%", "50%", "50%"]
+    assert all("…" not in line for line in text.splitlines()[:15])
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 50)])
+def test_replicas_are_shown_with_what_each_has_to_do(snapshot: Snapshot, size: tuple[int, int]) -> None:
+    busy = Replica(dp_rank=0, state="ready", running=7, waiting=2, kv_used=90, kv_total=100, heartbeat_age_s=0.4)
+    idle = msgspec.structs.replace(busy, dp_rank=1, running=0, waiting=0, kv_used=0, heartbeat_age_s=9.0)
+    text = drawn(msgspec.structs.replace(snapshot, replicas=(busy, idle)), *size)
+    assert "replicas dp0 ready run 7 wait 2 kv 90%  dp1 ▲ silent run 0 wait 0 kv 0%" in text
+    assert "2 replicas" in text.splitlines()[0]
