@@ -14,6 +14,7 @@ from llmserve.cli.console import Console
 if TYPE_CHECKING:
     from llmserve.cli.bench.load import Load, Result
 
+SHAPE = ("requests", "concurrency", "rate", "input_words", "shared_prefix", "output_tokens")
 NUMBERS = ("REQS", "REQ/S", "OUT TOK/S", "TOK/S", "CACHED", "TTFT p50", "p95", "p99", "ITL p50", "E2E p50", "ERRORS")
 
 
@@ -45,7 +46,9 @@ def bench(
         int, typer.Option("--output-tokens", metavar="N", min=1, help="The length of each answer.")
     ] = 64,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Ask for streams.")] = True,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the prompts and the arrivals.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Of the prompts and arrivals; a new one finds nothing cached.")
+    ] = 0,
     extra: Annotated[
         str,
         typer.Option("--extra", metavar="JSON", help="Fields for each request; null leaves one of ours out."),
@@ -57,9 +60,11 @@ def bench(
 
     The same seed gives the same prompts on every server. ITL is the mean time between two tokens of a request.
     """
-    from llmserve.cli.bench.load import SUITE, Load
+    from llmserve.cli.bench.load import Load, standard_loads
 
     console = console_of(ctx)
+    if suite:
+        refuse_shape(ctx)
     if url is None:
         url = base_url(find_instance(instance))
     try:
@@ -69,7 +74,7 @@ def bench(
         raise CommandError(f"--extra must be a JSON object, not {extra!r}", ExitCode.USAGE) from None
     key = api_key(console, api_key_file)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    load = Load(
+    own = Load(
         requests=requests,
         concurrency=concurrency,
         rate=rate,
@@ -80,13 +85,22 @@ def bench(
         seed=seed,
     )
     name = model or first_model(url, headers)
-    results = [run(console, each, url, name, headers, fields) for each in (SUITE if suite else (load,))]
+    loads = standard_loads(seed, stream) if suite else (own,)
+    results = [run(console, load, url, name, headers, fields) for load in loads]
     if json:
         console.json([as_json(result) for result in results])
     else:
         show(console, results)
     if any(result.errors for result in results):
         raise typer.Exit(ExitCode.FAILED)
+
+
+def refuse_shape(ctx: typer.Context) -> None:
+    """Raises CommandError where an option says of what shape the load is: the suite's loads have theirs."""
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name or "")
+        if parameter.name in SHAPE and source is not None and source.name == "COMMANDLINE":
+            raise CommandError(f"--suite has its own {parameter.opts[0]}; leave one of them out", ExitCode.USAGE)
 
 
 def first_model(url: str, headers: dict[str, str]) -> str:

@@ -106,7 +106,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     def warm_up(self) -> list[str]:
         """Prompts of the same length that have nothing in common with the others."""
-        return [" ".join(words(random.Random(999 + number), self.input_words)) for number in range(WARM_UP)]
+        rng = random.Random(f"warm-up {self.seed}")
+        return [" ".join(words(rng, self.input_words)) for _ in range(WARM_UP)]
 
 
 SUITE = (
@@ -116,6 +117,14 @@ SUITE = (
     Load(name="W4 shared prefix", requests=32, concurrency=8, input_words=1056, shared=1024 / 1056, output_tokens=32),
     Load(name="W5 long prompts", requests=8, concurrency=2, input_words=2048, output_tokens=8),
 )
+
+
+def standard_loads(seed: int, stream: bool) -> tuple[Load, ...]:
+    """The standard loads, each with prompts of its own: none finds in the cache what another one has sent."""
+    return tuple(
+        msgspec.structs.replace(load, seed=seed * len(SUITE) + number, stream=stream)
+        for number, load in enumerate(SUITE)
+    )
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import pytest
 from fake_instance import run
 
 from llmserve.cli.bench.client import Answer
-from llmserve.cli.bench.load import SUITE, Load, count, quantiles
+from llmserve.cli.bench.load import SUITE, Load, count, quantiles, standard_loads
 
 FIRST_S, GAP_S = 0.08, 0.02
 
@@ -109,9 +109,8 @@ def bench(server: Server, *arguments: str) -> dict[str, Any]:
 def test_latencies_and_throughput_are_those_of_the_server(server: Server) -> None:
     result = bench(server, "-n", "8", "-c", "4", "--output-tokens", "6")
     assert (result["ok"], result["output_tokens"], result["prompt_tokens"], result["cached_tokens"]) == (8, 48, 80, 32)
-    assert FIRST_S <= result["ttft"]["p50"] < FIRST_S + 0.1
-    assert GAP_S <= result["itl"]["p50"] < GAP_S + 0.02
-    assert result["e2e"]["p50"] >= FIRST_S + 5 * GAP_S
+    assert FIRST_S <= result["ttft"]["p50"] <= result["e2e"]["p50"] - 5 * GAP_S
+    assert GAP_S <= result["itl"]["p50"] <= (result["e2e"]["p99"] - FIRST_S) / 5
     assert result["output_tokens_per_s"] == pytest.approx(48 / result["seconds"])
     assert result["tokens_per_s"] == pytest.approx(128 / result["seconds"])
     assert server.most_at_once == 4
@@ -154,6 +153,36 @@ def test_the_suite_is_what_the_figures_are_quoted_of() -> None:
     w4 = [prompt.split() for prompt in SUITE[3].prompts()]
     assert len({tuple(prompt[:1024]) for prompt in w4}) == 1
     assert len({prompt[1024] for prompt in w4}) > 1
+
+
+def test_each_load_of_the_suite_has_prompts_of_its_own() -> None:
+    """So that what is cached is a load's own: of all but the fourth, which shares a prefix, that is nothing."""
+    beginnings = []
+    for load in (*standard_loads(0, stream=True), *standard_loads(1, stream=True)):
+        prompts = load.prompts()[:1] if load.shared else load.prompts()
+        beginnings += [tuple(prompt.split()[:16]) for prompt in prompts + load.warm_up()]
+    assert len(set(beginnings)) == len(beginnings)
+
+
+def test_the_suite_takes_a_seed_and_the_kind_of_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = tuple(Load(name=name, requests=2, input_words=20, output_tokens=1) for name in "ab")
+    monkeypatch.setattr("llmserve.cli.bench.load.SUITE", small)
+    prompts = []
+    for arguments in (["--seed", "0"], ["--seed", "1", "--no-stream"]):
+        assert run("bench", "--url", server.url, "--suite", *arguments).code == 0
+        prompts.append({body["prompt"] for body in server.bodies})
+        assert {body.get("stream", False) for body in server.bodies} == {"--no-stream" not in arguments}
+        server.bodies.clear()
+    assert [len(both) for both in prompts] == [8, 8]  # two of warm-up for each load
+    assert not prompts[0] & prompts[1]
+
+
+def test_the_suite_takes_no_shape(server: Server) -> None:
+    for arguments in (["-n", "3"], ["--rate", "2"], ["--output-tokens", "64"]):
+        done = run("bench", "--url", server.url, "--suite", *arguments)
+        assert done.code == 2
+        assert "--suite has its own --" in done.err
+    assert not server.bodies
 
 
 def test_a_rate_starts_requests_whatever_is_under_way(server: Server) -> None:
