@@ -1,14 +1,35 @@
 """`llmserve update-weights`: swaps the weights of the running instance, or says why that would not work."""
 
+import signal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
 
 from llmserve.cli import format
-from llmserve.cli.common import ExitCode, InstanceOption, JsonOption, TimeoutOption, YesOption, confirm, console_of
-from llmserve.runtime.messages import DEFAULT_PAUSE_MODE, PauseMode, UpdateWeightReqInput, UpdateWeightReqOutput
+from llmserve.cli.common import (
+    CommandError,
+    ExitCode,
+    InstanceOption,
+    JsonOption,
+    TimeoutOption,
+    YesOption,
+    confirm,
+    console_of,
+)
+from llmserve.runtime.messages import (
+    DEFAULT_PAUSE_MODE,
+    GetStatusReqInput,
+    PauseMode,
+    UpdateWeightReqInput,
+    UpdateWeightReqOutput,
+)
+
+if TYPE_CHECKING:
+    from llmserve.runtime.instance import InstanceRecord
+
+INTERRUPTED_TIMEOUT_S = 10.0
 
 
 def update_weights(
@@ -35,7 +56,7 @@ def update_weights(
     """Swap the weights of the running model without a restart.
 
     The new checkpoint is checked and read while the old one serves; then the instance stops for the copy. Whatever
-    fails, the old weights go on serving. Ctrl-C before the copy leaves all as it is.
+    fails, the old weights go on serving. Ctrl-C before the copy leaves all as it is, and says which weights serve.
     """
     from llmserve.cli.rpc import ProgressReport, Remote
 
@@ -45,8 +66,11 @@ def update_weights(
     with Remote.find(instance, timeout) as remote:
         if mode == "abort" and not dry_run:
             confirm(console, remote.open_requests, f' of "{remote.record.name}" and swap its weights', yes)
-        with ProgressReport(console) as on_progress:
-            answers = remote.each(request, on_progress)
+        try:
+            with ProgressReport(console) as on_progress:
+                answers = remote.each(request, on_progress)
+        except KeyboardInterrupt:
+            raise CommandError(interrupted(remote.record), 128 + signal.SIGINT) from None
     if json:
         console.json([msgspec.structs.asdict(answer) for answer in answers])
     else:
@@ -54,6 +78,20 @@ def update_weights(
             console.print(report(answer, dry_run))
     if any(answer.differences for answer in answers):
         raise typer.Exit(ExitCode.FAILED)
+
+
+def interrupted(record: "InstanceRecord") -> str:
+    """What serves after Ctrl-C. The scheduler answers when the exchange, if it had begun, is over."""
+    from llmserve.cli.rpc import Remote
+    from llmserve.runtime.client import RpcCallError
+
+    try:
+        with Remote(record, INTERRUPTED_TIMEOUT_S) as remote:
+            found = {(answer.weight_version, answer.model) for answer in remote.each(GetStatusReqInput())}
+    except RpcCallError as error:
+        return f"interrupted; the new weights may serve, see `llmserve status` ({error})"
+    serving = " and ".join(f"version {version} ({model})" for version, model in sorted(found))
+    return f"interrupted; the weights that serve are {serving}"
 
 
 def report(answer: UpdateWeightReqOutput, dry_run: bool) -> str:

@@ -13,6 +13,8 @@ import pytest
 from fake_instance import FakeInstance, fresh_registry, request_info, run
 from rich.cells import cell_len, set_cell_size
 
+from llmserve.cli import update_weights
+from llmserve.cli.rpc import ProgressReport
 from llmserve.runtime.messages import (
     AbortReqInput,
     AbortReqOutput,
@@ -35,6 +37,27 @@ from llmserve.runtime.messages import (
     RpcProgress,
     UpdateWeightReqInput,
     UpdateWeightReqOutput,
+)
+
+STATUS = GetStatusReqOutput(
+    state="ready",
+    model="SmolLM2",
+    weight_version=3,
+    uptime_s=4000.0,
+    steps=99,
+    running=2,
+    waiting=1,
+    kv_tokens_total=1000,
+    kv_tokens_used=250,
+    kv_tokens_cached=500,
+    kv_bytes_total=5 << 20,
+    page_size=16,
+    processes=(ProcessInfo(role="scheduler", pid=42, rss_bytes=1 << 30, cpu_percent=99.4, weight_bytes=270 << 20),),
+    options={
+        **{"port": 30000, "model": "some/model", "max_model_len": 8192, "dtype": "bfloat16", "prefix_cache": True},
+        **{"served_model_names": [], "seed": None, "nccl_port": None, "drain_timeout": 30.0},
+    },
+    chosen=("max_model_len", "dtype"),
 )
 
 
@@ -360,30 +383,28 @@ def test_a_refused_update_is_the_servers_words(fake: FakeInstance) -> None:
     assert "it is a qwen2, not a llama" in result.err
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_interrupted_update_says_which_weights_serve(
+    fake: FakeInstance, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProgressReport, "_show", interrupt)
+    monkeypatch.setattr(update_weights, "INTERRUPTED_TIMEOUT_S", 0.2)
+    fake.handlers[UpdateWeightReqInput] = lambda _: [RpcProgress(stage="exchanging")]
+    fake.handlers[GetStatusReqInput] = lambda _: STATUS if answers else []
+    done = run("update-weights", "x")
+    assert (done.code, done.out) == (130, "")
+    says = "the weights that serve are version 3 (SmolLM2)" if answers else "the new weights may serve, see `llmserve"
+    assert done.err.startswith(f"llmserve: interrupted; {says}")
+
+
 # ---- status --------------------------------------------------------------------------------------------------------
 
 
 def test_status_shows_the_instance_in_depth(fake: FakeInstance) -> None:
-    fake.handlers[GetStatusReqInput] = lambda _: GetStatusReqOutput(
-        state="ready",
-        model="SmolLM2",
-        weight_version=3,
-        uptime_s=4000.0,
-        steps=99,
-        running=2,
-        waiting=1,
-        kv_tokens_total=1000,
-        kv_tokens_used=250,
-        kv_tokens_cached=500,
-        kv_bytes_total=5 << 20,
-        page_size=16,
-        processes=(ProcessInfo(role="scheduler", pid=42, rss_bytes=1 << 30, cpu_percent=99.4, weight_bytes=270 << 20),),
-        options={
-            **{"port": 30000, "model": "some/model", "max_model_len": 8192, "dtype": "bfloat16", "prefix_cache": True},
-            **{"served_model_names": [], "seed": None, "nccl_port": None, "drain_timeout": 30.0},
-        },
-        chosen=("max_model_len", "dtype"),
-    )
+    fake.handlers[GetStatusReqInput] = lambda _: STATUS
     text = run("status").out
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
     assert lines["model"].endswith("SmolLM2 (weights version 3)")
