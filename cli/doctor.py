@@ -23,6 +23,7 @@ LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msg
 CHILD_MODULE = "llmserve.runtime.child"
 REAPERS = ("systemd", "init", "tini", "dumb-init")
 GRACE_S = 3.0
+POLL_S = 0.02
 GLYPHS = {"ok": "✓", "warning": "!", "bad": "✗", "fixed": "✓"}
 COLORS = {"ok": "32", "warning": "33", "bad": "31", "fixed": "36"}
 
@@ -127,16 +128,36 @@ def stale(records: list[InstanceRecord], fix: bool) -> Iterator[Finding]:
 def orphans(fix: bool) -> Iterator[Finding]:
     """Processes of ranks and detokenizers whose instance is gone."""
     found = [process for process in children() if is_orphan(process)]
+    if fix:
+        kill(found)
     for process in found:
         what = f"pid {process.pid}, up {format.duration(max(0.0, time.time() - process.create_time()))}"
-        if fix:
-            process.kill()
-            psutil.wait_procs([process], timeout=GRACE_S)
+        if not fix:
+            yield Finding("orphans", "bad", f"{what}, belongs to no instance; --fix ends it")
+        elif ended(process):
             yield Finding("orphans", "fixed", f"ended {what}")
         else:
-            yield Finding("orphans", "bad", f"{what}, belongs to no instance; --fix ends it")
+            yield Finding("orphans", "bad", f"{what}, belongs to no instance and does not end when it is killed")
     if not found:
         yield Finding("orphans", "ok", "every process belongs to a running instance")
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """Ends processes and waits until all have ended, a moment at most."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    deadline = time.monotonic() + GRACE_S
+    while not all(map(ended, processes)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether it runs no more; where nobody reaps orphans, as in many containers, it stays in the list for ever."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def children() -> Iterator[psutil.Process]:

@@ -28,6 +28,12 @@ def logs(
     lines: Annotated[
         int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="Only the last so many lines.")
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout", metavar="SECONDS", min=0.0, help="How long --follow waits for a line.", show_default="for ever"
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Print the log of an instance that keeps one: started on a terminal, or with --detach.
@@ -40,6 +46,7 @@ def logs(
     record = find_with_log(instance)
     with Path(record.log_path).open("rb") as file:
         rest = write(console, b"".join(deque(file, maxlen=lines)), json)
+        heard = time.monotonic()
         while follow:
             alive = record.alive  # asked before the last look, so that nothing written before the end is missed
             if os.fstat(file.fileno()).st_size < file.tell():
@@ -47,9 +54,12 @@ def logs(
             added = file.read()
             if added:
                 rest = write(console, rest + added, json)
+                heard = time.monotonic()
             elif not alive or not os.path.exists(record.log_path):
                 console.note(f'"{record.name}" has ended')
                 break
+            elif timeout is not None and time.monotonic() - heard >= timeout:
+                raise CommandError(f"no line came in {timeout:g} s", ExitCode.BUSY)
             else:
                 time.sleep(POLL_S)
         if rest:

@@ -100,6 +100,16 @@ def test_logs_follows_until_the_instance_ends(tmp_path: Path, sleeper: subproces
         writer.join()
 
 
+def test_logs_that_follows_gives_up_after_its_timeout(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("start\n")
+    with FakeInstance() as fake:
+        fake.instance.update(log_path=str(log))
+        result = run("logs", "-f", "--timeout", "0.3")
+    assert (result.code, result.out) == (75, "start\n")
+    assert "no line came in 0.3 s" in result.err
+
+
 def test_logs_goes_on_in_a_log_that_was_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     log.write_text("a long line of the log before\n")
@@ -246,6 +256,23 @@ def test_doctor_finds_and_ends_orphans_only(children: Any, monkeypatch: pytest.M
         time.sleep(0.01)
     assert not psutil.pid_exists(orphan)
     assert psutil.pid_exists(child)
+
+
+def test_doctor_does_not_wait_for_processes_that_nobody_reaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As orphans in a container whose first process does not wait for them."""
+    dead = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+    monkeypatch.setattr(doctor, "children", lambda: [psutil.Process(process.pid) for process in dead])
+    monkeypatch.setattr(doctor, "is_orphan", lambda process: True)
+    monkeypatch.setattr(doctor, "GRACE_S", 60.0)
+    try:
+        began = time.monotonic()
+        findings = examine("--fix")["orphans"]
+        assert time.monotonic() - began < 30
+        assert [finding["status"] for finding in findings] == ["fixed", "fixed"]
+    finally:
+        for process in dead:
+            process.kill()
+            process.wait()
 
 
 def status_of(pool: int, threads: int | None = None) -> GetStatusReqOutput:
