@@ -381,7 +381,7 @@ class RankedSwap:
         rank = self._leader.rank
         opened = open_source(new)  # before the others are told: a failure here is nobody else's
         self._leader.tell(Stage(new))
-        source = SharedSource(opened, rank.topology.updates, CPU)
+        source = SharedSource(opened, rank.topology.updates, CPU, rank.topology.pp.size)
         try:
             nbytes = rank.share_weights(new, source, progress, cancelled)
         except SwapCancelled:
