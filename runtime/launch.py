@@ -311,6 +311,14 @@ class Stack:
             await asyncio.sleep(0.05)
         return self.tokenizer_manager.in_flight
 
+    def fail_requests(self, reason: str) -> int:
+        """Ends what is in flight with 503 and refuses new requests. Returns how many were told."""
+        if self._front is None:
+            return 0
+        left = self._front.in_flight
+        self._front.fail(reason)
+        return left
+
     async def stop(self, drain: bool = False) -> None:
         """Ends every process and removes the directory; with `drain`, after what is in flight. Safe to repeat."""
         if drain and not self._stopping and self._watchdog is not None:

@@ -41,6 +41,8 @@ MAX_HEAD_BYTES = 64 * 1024
 """Of a request's first line and headers."""
 GRACE_S = 1.5
 """For responses to be written to the end after their requests have ended."""
+LAST_WORDS_S = 0.2
+"""For streams to be told that the server ends at once."""
 KEEP_ALIVE_S = 75
 """For an idle connection: longer than clients and proxies keep theirs, so that none is closed while they write."""
 MAX_DESCRIPTORS = 65536
@@ -81,9 +83,18 @@ async def serve(
 ) -> int:
     """run_server, once the port is ours and a loop runs. Without `listener` this node has ranks and no front."""
     stack: Stack | None = None
+    ended_by = 0
 
     def end_now(number: int) -> None:
+        nonlocal ended_by
         log.warning("ended at once signal=%s", signal.Signals(number).name)
+        again, ended_by = ended_by, number
+        if stack is not None and stack.fail_requests("the server was ended at once") and not again:
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, leave, number)
+        else:
+            leave(number)
+
+    def leave(number: int) -> None:
         if stack is not None:
             stack.kill()
         observer.close()
@@ -98,7 +109,8 @@ async def serve(
         bounding = asyncio.create_task(bound_log(log_path))
         http = None if listener is None else HttpServer(listener)
         try:
-            return await (serve_ranks(stack, asked) if http is None else serve_stack(stack, secrets, asked, http))
+            code = await (serve_ranks(stack, asked) if http is None else serve_stack(stack, secrets, asked, http))
+            return 128 + ended_by if ended_by else code
         except LaunchError as error:
             log.error("failed reason=%s", error)
             kept = keep_log(log_path, args.name) if log_to_file and error.exit_code != CONFIG_EXIT_CODE else None

@@ -126,12 +126,17 @@ def test_a_drain_has_a_deadline(own_root: Path, long_model: Path) -> None:
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_at_once(own_root: Path, long_model: Path, second: signal.Signals) -> None:
-    with launched(own_root, "twice", str(long_model)) as instance, load(instance, FOREVER):
+    """And those who wait are told."""
+    with launched(own_root, "twice", str(long_model)) as instance, load(instance, FOREVER) as requests:
         processes = instance.processes()
         instance.process.send_signal(signal.SIGINT)
         wait_until(lambda: instance.record.get("state") == "draining", 1, "draining")
         instance.process.send_signal(second)
         assert instance.wait_ended(1) == 128 + second
+        for request in requests:
+            request.wait(2)
+            assert request.error is not None
+            assert "the server was ended at once" in request.error["message"]
         assert_gone(processes, 1)
         assert not instance.directory.exists()
 
