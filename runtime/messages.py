@@ -475,6 +475,8 @@ class SchedulerMetrics(Message, frozen=True, kw_only=True):
     asked_retractions_total: int = 0
     """Choices put back because a pause or a swap of the weights asked for their memory."""
     bad_frames_total: int = 0
+    max_running: int = 0
+    """So many choices may run at once."""
     step_s: float = 0.0
     """The duration of the last step."""
     pages_total: int = 0

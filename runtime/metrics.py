@@ -63,6 +63,7 @@ class Described(NamedTuple):
 
 GAUGES = (
     Described("running", "num_requests_running", "Choices of requests that hold KV pages."),
+    Described("max_running", "max_num_requests_running", "So many choices may run at once."),
     Described(
         "waiting", "num_requests_waiting", "Choices of requests that wait for their first step, or again for one."
     ),

@@ -15,8 +15,10 @@ class Frame(NamedTuple):
     width: int
     glyphs: Glyphs
 
-    def title(self, name: str, note: str, width: int) -> Line:
+    def title(self, name: str, note: str, width: int, warning: str = "") -> Line:
         line: Line = [(name, "title"), (f" {note} " if note else " ", "dim")]
+        if warning:
+            line.append((f"{warning} ", "warn"))
         return [*line, (self.glyphs.rule * max(0, width - length(line)), "rule")]
 
     def bar(self, width: int) -> Line:

@@ -57,6 +57,7 @@ HELP = (
     ("Enter d", "all about the request"),
     ("a x Del", "abort the tagged ones, or the chosen one"),
     ("f", "flush the prefix cache"),
+    ("z", "give the requests the whole screen, and back"),
     ("p", "stop the display, and go on"),
     ("+ -", "look more, or less, often"),
     ("? q", "this help; quit (Ctrl-L draws anew)"),
@@ -114,6 +115,8 @@ class Ui:
     readonly: bool = False
     interval: float = 1.0
     paused: bool = False
+    zoomed: bool = False
+    """Whether the requests have all of the screen."""
     sort: str = "AGE"
     reverse: bool = False
     wanted: str = ""
@@ -164,6 +167,8 @@ class Ui:
             place = max(0, min(len(INTERVALS) - 1, place + (1 if key == "-" else -1)))
             self.interval = INTERVALS[place]
             self.message = f"every {self.interval:g} s"
+        elif key == "z":
+            self.zoomed = not self.zoomed
         elif key == "p":
             self.paused = not self.paused
         elif key == "/":

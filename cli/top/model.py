@@ -20,6 +20,8 @@ BUBBLE_S = 10.0
 """The waiting of ranks is over this last time: their reports are up to a second old."""
 STALE_S = 3.5
 """A scheduler says something at least once a second, and the front with it; silent for so long, they are stalled."""
+FULL = 0.9
+"""From this share of the KV pool on it is called high: what waits for memory needs some, not one page."""
 NO_STEP_S = 5.0
 """So long without a step while requests run, and it is stalled, whatever it says."""
 
@@ -171,7 +173,9 @@ class Model:
         rate = self._history.rates(now)
         return Load(
             running=newest.running,
+            max_running=sum(replica.max_running for replica in self._replicas.values()),
             waiting=newest.waiting,
+            obstacle=next(filter(None, map(_obstacle, self._replicas.values())), ""),
             prefill_tokens_per_s=rate(lambda t: t.prefill),
             decode_tokens_per_s=rate(lambda t: t.decode),
             requests_per_s=rate(lambda t: t.requests),
@@ -235,6 +239,16 @@ class Model:
         active_s = work[-1].active_s - work[0].active_s
         busy_s = work[-1].busy_s[place] - work[0].busy_s[place]
         return min(1.0, max(0.0, 1 - busy_s / active_s)) if active_s > 0 else None
+
+
+def _obstacle(replica: SchedulerMetrics) -> str:
+    if not replica.waiting:
+        return ""
+    if replica.state == "paused":
+        return "paused"
+    if replica.running >= replica.max_running > 0:
+        return f"all {replica.max_running} places taken"
+    return "KV pool full" if replica.kv_tokens_used >= FULL * replica.kv_tokens_total else ""
 
 
 def _replica(replica: SchedulerMetrics, now: float) -> Replica:

@@ -6,24 +6,21 @@ What a colour says is always said by a glyph and a word too.
 from llmserve.cli import format
 from llmserve.cli.top.frame import Frame
 from llmserve.cli.top.glyphs import STATE_STYLES
-from llmserve.cli.top.model import STALE_S
+from llmserve.cli.top.model import FULL, STALE_S
 from llmserve.cli.top.snapshot import Process, Quantiles
 from llmserve.cli.top.spans import Line, packed
-
-FULL = 0.9
-"""From this share of the KV pool on, it is called high."""
 
 
 def load(frame: Frame, width: int) -> list[Line]:
     load, history = frame.s.load, frame.s.history
     rows = [
-        ("running", str(load.running), "running", ""),
+        ("running", f"{load.running}/{load.max_running}" if load.max_running else str(load.running), "running", ""),
         ("waiting", str(load.waiting), "waiting", "warn" if load.waiting else ""),
         ("prefill", f"{format.number(load.prefill_tokens_per_s)} tok/s", "prefill", ""),
         ("decode", f"{format.number(load.decode_tokens_per_s)} tok/s", "decode", ""),
         ("requests", f"{load.requests_per_s:.1f}/s", "requests", ""),
     ]
-    lines = [frame.title("Load", f"step {format.duration(load.step_s)}", width)]
+    lines = [frame.title("Load", f"step {format.duration(load.step_s)}", width, obstacle(frame))]
     for name, value, series, style in rows:
         graph = frame.spark(history.get(series, ()), max(0, width - 22))
         lines.append([(f"{name:9}", "dim"), (f"{value:>11}", style), ("  ", ""), (graph, "graph")])
@@ -36,10 +33,16 @@ def load_line(frame: Frame) -> list[Line]:
         return [[(f"run {load.running} wait {load.waiting} {format.number(load.decode_tokens_per_s)}/s", "")]]
     line: Line = [("run ", "dim"), (str(load.running), ""), (" wait ", "dim")]
     line += [(str(load.waiting), "warn" if load.waiting else "")]
+    line += [(f" {obstacle(frame)}", "warn")] if load.obstacle else []
     line += [("  decode ", "dim"), (f"{format.number(load.decode_tokens_per_s)}/s", "")]
     line += [("  prefill ", "dim"), (f"{format.number(load.prefill_tokens_per_s)}/s", "")]
     line += [("  req ", "dim"), (f"{load.requests_per_s:.1f}/s", "")]
     return [line]
+
+
+def obstacle(frame: Frame) -> str:
+    """Why requests wait."""
+    return f"{frame.glyphs.alert} {frame.s.load.obstacle}" if frame.s.load.obstacle else ""
 
 
 def cache(frame: Frame, width: int) -> list[Line]:

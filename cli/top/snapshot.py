@@ -11,7 +11,10 @@ State = Literal["connecting", "starting", "ready", "draining", "paused", "stalle
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
+    max_running: int = 0
     waiting: int = 0
+    obstacle: str = ""
+    """What those that wait are waiting for, where it can be told."""
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     requests_per_s: float = 0.0

@@ -119,7 +119,7 @@ def footer(frame: Frame) -> Line:
     keys = [("q", "quit"), ("?", "help"), ("/", "filter"), ("s", "sort"), ("Space", "tag"), ("Enter", "detail")]
     if not ui.readonly:
         keys[2:2] = [("a", "abort"), ("f", "flush")]
-    keys += [("p", "stop"), ("+-", f"every {ui.interval:g}s")]
+    keys += [("z", "zoom"), ("p", "stop"), ("+-", f"every {ui.interval:g}s")]
     line: Line = []
     for key, what in keys:
         hint: Line = [(key, "key"), (f" {what}  ", "dim")]
@@ -138,7 +138,7 @@ def overview(frame: Frame, room: int) -> list[Line]:
     """As many blocks as there is room for, the table of requests below them."""
     if frame.s.data_age_s is None:
         return [[], [("  " + NOTHING_YET.get(frame.s.state, ""), "dim")]]
-    top = blocks(frame, room)
+    top = panels.load_line(frame) if frame.ui.zoomed and room > 1 else blocks(frame, room)
     return [*top, *rows.table(frame, room - len(top))]
 
 

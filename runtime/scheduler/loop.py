@@ -115,6 +115,7 @@ class Scheduler:
         self._depth = depth
         self._in_flight: deque[Step] = deque()
         self._metrics_due = 0.0
+        self._told_state = ""
         self._working = False
         self._check_due = math.inf
 
@@ -245,7 +246,9 @@ class Scheduler:
             self._embeddings.flush()
 
     def _report(self) -> None:
-        """Offers metrics: now and then, and when the work ends. A second later it looks whether all is in order."""
+        """Offers metrics: now and then, when the work ends, and when the state changes. A second after the work it looks
+        whether all is in order.
+        """
         now = self.now()
         worked, self._working = self._working, len(self.table) > 0
         ends = worked and not self._working
@@ -254,7 +257,8 @@ class Scheduler:
         elif not self._working and now >= self._check_due:
             self._check_due = math.inf
             self._check_integrity()
-        if ends or now >= self._metrics_due:
+        if ends or self.state != self._told_state or now >= self._metrics_due:
+            self._told_state = self.state
             self._metrics_due = now + METRICS_INTERVAL_S
             self._offer_metrics(self.snapshots.metrics())
 

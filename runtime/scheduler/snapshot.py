@@ -51,6 +51,7 @@ class Snapshots:
             steps_total=counters.steps,
             running=len(table.running),
             waiting=len(table.waiting),
+            max_running=scheduler.args.max_running_requests,
             kv_tokens_total=kv.total * kv.page_size,
             kv_tokens_used=kv.used * kv.page_size,
             kv_tokens_cached=kv.cached * kv.page_size,

@@ -137,17 +137,17 @@ def test_readonly_does_nothing(snapshot: Snapshot, keys: str) -> None:
     assert "read-only" in ui.message
 
 
-def test_detail_help_pause_and_interval(snapshot: Snapshot) -> None:
+def test_detail_help_zoom_pause_and_interval(snapshot: Snapshot) -> None:
     ui = Ui()
     press(ui, snapshot, "j", "enter")
     assert (ui.mode, ui.chosen) == ("detail", B)
     assert press(ui, snapshot, "q") is None
     press(ui, snapshot, "?")
     assert ui.mode == "help"
-    press(ui, snapshot, "esc", "p")
-    assert (ui.mode, ui.paused) == ("list", True)
-    press(ui, snapshot, "p", "-")
-    assert (ui.paused, ui.interval) == (False, 2.0)
+    press(ui, snapshot, "esc", "p", "z")
+    assert (ui.mode, ui.paused, ui.zoomed) == ("list", True, True)
+    press(ui, snapshot, "p", "-", "z")
+    assert (ui.paused, ui.interval, ui.zoomed) == (False, 2.0, False)
     press(ui, snapshot, *"+" * 9)
     assert ui.interval == 0.2
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -44,6 +45,21 @@ def test_gauges_and_rates(snapshot: Snapshot) -> None:
     assert (load.running, load.waiting) == (3, 1)
     assert (load.decode_tokens_per_s, load.prefill_tokens_per_s) == (100.0, 50.0)
     assert (load.requests_per_s, load.steps_per_s) == (2.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "obstacle"),
+    [
+        ({}, ""),
+        ({"running": 64}, "all 64 places taken"),
+        ({"kv_tokens_used": 9_500}, "KV pool full"),
+        ({"state": "paused", "running": 0}, "paused"),
+        ({"running": 64, "waiting": 0}, ""),
+    ],
+)
+def test_it_is_told_why_requests_wait(fields: dict[str, Any], obstacle: str) -> None:
+    model = fed([msgspec.structs.replace(scheduler(1), **fields)])
+    assert model.snapshot(START + 1).load.obstacle == obstacle
 
 
 def test_hit_rate_of_the_last_minute_and_of_all_time(snapshot: Snapshot) -> None:

@@ -67,7 +67,7 @@ def test_80_by_24(snapshot: Snapshot) -> None:
     assert words[:3] == [
         "● ready prod SmolLM2-135M weights v3 up 18m40s data 400ms old",
         "Load step 50ms",
-        "running 3",
+        "running 3/64",
     ]
     assert words[4:7] == ["prefill 50 tok/s", "decode 100 tok/s", "requests 2.0/s"]
     assert "used 2.5k (25%) cached 5.0k free 2.5k" in words
@@ -108,6 +108,19 @@ def test_names_are_elided_in_their_middle(snapshot: Snapshot) -> None:
     first = drawn(wide, 80, 24).splitlines()[0]
     assert first.startswith("● ready  長い名前")
     assert first.endswith("data 400ms old")
+
+
+@pytest.mark.parametrize("size", [(40, 10), (80, 24), (200, 50)])
+def test_why_requests_wait_is_said(snapshot: Snapshot, size: tuple[int, int]) -> None:
+    waiting = msgspec.structs.replace(snapshot.load, waiting=7, obstacle="all 64 places taken")
+    assert "▲ all 64 places taken" in drawn(msgspec.structs.replace(snapshot, load=waiting), *size)
+
+
+def test_zoomed_the_requests_have_the_screen(snapshot: Snapshot) -> None:
+    lines = drawn(snapshot, 80, 24, Ui(zoomed=True)).splitlines()
+    assert lines[1].startswith("run 3 wait 1")
+    assert lines[2].startswith("Requests 4")
+    assert lines[4].startswith("▸ cmpl-a")
 
 
 def test_only_retractions_that_nobody_asked_for_alert(snapshot: Snapshot) -> None:

@@ -30,6 +30,7 @@ def scheduler(second: int) -> SchedulerMetrics:
         steps_total=20 * second,
         running=3,
         waiting=1,
+        max_running=64,
         kv_tokens_total=10_000,
         kv_tokens_used=2_500,
         kv_tokens_cached=5_000,

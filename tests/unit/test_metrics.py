@@ -13,7 +13,14 @@ from llmserve.runtime.metrics import CONTENT_TYPE, FrontMetrics, exposition
 
 SCHEDULER: dict[str, Any] = {
     **{"time": 1.0, "dp_rank": 0, "state": "ready", "weight_version": 2, "uptime_s": 60.0, "steps_total": 11},
-    **{"running": 3, "waiting": 4, "kv_tokens_total": 2048, "kv_tokens_used": 100, "kv_tokens_cached": 50},
+    **{
+        "running": 3,
+        "max_running": 64,
+        "waiting": 4,
+        "kv_tokens_total": 2048,
+        "kv_tokens_used": 100,
+        "kv_tokens_cached": 50,
+    },
     **{"prefill_tokens_total": 70, "decode_tokens_total": 80, "cached_tokens_total": 30, "prompt_tokens_total": 90},
     **{"requests_total": 5, "evicted_tokens_total": 6, "retractions_total": 7, "asked_retractions_total": 8},
 }
@@ -102,6 +109,7 @@ def test_every_outcome_is_there_from_the_start() -> None:
     ("name", "value"),
     [
         ("llmserve_num_requests_running", 3),
+        ("llmserve_max_num_requests_running", 64),
         ("llmserve_num_requests_waiting", 4),
         ("llmserve_kv_tokens_used", 100),
         ("llmserve_kv_tokens_total", 2048),
