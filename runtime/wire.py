@@ -24,11 +24,16 @@ from llmserve.runtime.outbox import Outbox
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 << 20
-MAX_RPC_FRAME_BYTES = 4 << 20
+MAX_RPC_FRAME_BYTES = 1 << 20
 HIGH_WATER = 1000
 RPC_HIGH_WATER = 100
-BAD_FRAMES_PER_RECV = 64
-"""So many bad frames in a row and a receiver lets its caller go on with other work first."""
+SKIP_S = 0.0005
+"""So long at what is no message and a receiver lets its caller go on with other work first."""
+MAX_OPCODES = 1 << 20
+MAX_RPC_OPCODES = 1 << 14
+"""In a frame. Each is one to some hundred bytes of objects, and at worst 0.2 us of decoding; between two steps there is
+time for 3 ms. The name of a request takes up to eight of them.
+"""
 
 
 class WireError(Exception):
@@ -46,13 +51,13 @@ def encode(message: msgspec.Struct) -> bytes:
     return frame
 
 
-def decode(frame: bytes, kind: Any = AnyMessage) -> Any:
+def decode(frame: bytes, kind: Any = AnyMessage, max_opcodes: int = MAX_OPCODES) -> Any:
     """The message in a frame, of type `kind` (a Struct or a union of tagged ones), every field checked.
 
     Raises WireError, and nothing else, whatever the frame holds.
     """
     try:
-        _check_opcodes(frame)
+        _check_opcodes(frame, max_opcodes)
         data = _DataUnpickler(io.BytesIO(frame)).load()
         return msgspec.convert(data, _struct_of(data, kind), builtin_types=(bytes,))
     except WireError:
@@ -92,8 +97,6 @@ class _DataUnpickler(pickle.Unpickler):
 # allocates what it names, EXT consults a registry. The walk is a regular expression over runs of short opcodes, because
 # a loop in Python would cost more than the unpickling. The opcodes are described in CPython's Lib/pickletools.py.
 _COUNTED = b"(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + b")"
-_MAX_OPCODES = 1 << 20
-"""In a frame: an opcode of one byte makes up to some hundred bytes of objects."""
 _RUN_OPCODES = 256
 _RUN = re.compile(
     b"(?:"  # the commonest first, and those without an argument together
@@ -107,11 +110,11 @@ _RUN = re.compile(
 )  # fmt: skip
 
 
-def _check_opcodes(frame: bytes) -> None:
-    """Raises WireError unless the frame is one whole pickle of plain data of a bounded number of objects."""
+def _check_opcodes(frame: bytes, max_opcodes: int) -> None:
+    """Raises WireError unless the frame is one whole pickle of plain data, of no more than so many opcodes."""
     if not frame.startswith(b"\x80\x05"):
         raise WireError("a frame does not begin like a pickle of protocol 5")
-    position, left = 2, _MAX_OPCODES
+    position, left = 2, max_opcodes
     while left > 0:
         run = _RUN.match(frame, position)
         start, position = position, run.end() if run else position
@@ -135,9 +138,23 @@ def _check_opcodes(frame: bytes) -> None:
 class _Socket:
     """A ZeroMQ socket with the settings that all of ours have."""
 
-    def __init__(self, kind: int, address: str, *, bind: bool, high_water: int, max_bytes: int = MAX_FRAME_BYTES):
+    def __init__(
+        self,
+        kind: int,
+        address: str,
+        *,
+        bind: bool,
+        high_water: int,
+        max_bytes: int = MAX_FRAME_BYTES,
+        max_opcodes: int = MAX_OPCODES,
+    ):
         self.address = address
         self.bad_frames = 0
+        self._max_opcodes = max_opcodes
+        self._parts: list[bytes] = []
+        """Of the message that is being read."""
+        self._behind = False
+        """Whether the last `_take` gave up where there may be more to read."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         self._socket.set_hwm(high_water)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -167,24 +184,27 @@ class _Socket:
     def _take(self, kind: Any, parts: int = 1) -> tuple[bytes, Any] | None:
         """The first part and the decoded last part of the next message that has exactly so many parts.
 
-        None when nothing is there, or when so many bad ones were skipped that the caller should see to other work.
+        None when nothing is there, or when bad ones, or parts too many, took so long that the caller should see to
+        other work.
         """
-        for _ in range(BAD_FRAMES_PER_RECV):
+        gives_up = time.monotonic() + SKIP_S
+        self._behind = False
+        while not self._behind:
             try:
-                frames = [self._socket.recv(zmq.NOBLOCK)]
-                # A message comes whole, so its other parts are there. Those too many are read one by one, and not kept.
-                while self._socket.getsockopt(zmq.RCVMORE):
-                    part = self._socket.recv(zmq.NOBLOCK)
-                    if len(frames) <= parts:
-                        frames.append(part)
+                part = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return None
-            try:
-                if len(frames) != parts:
-                    raise WireError("a message has the wrong number of parts")
-                return frames[0], decode(frames[-1], kind)
-            except WireError as error:
-                self._count_bad(error)
+                break
+            if len(self._parts) <= parts:  # those too many are not kept
+                self._parts.append(part)
+            if not self._socket.getsockopt(zmq.RCVMORE):
+                frames, self._parts = self._parts, []
+                try:
+                    if len(frames) != parts:
+                        raise WireError("a message has the wrong number of parts")
+                    return frames[0], decode(frames[-1], kind, self._max_opcodes)
+                except WireError as error:
+                    self._count_bad(error)
+            self._behind = time.monotonic() >= gives_up
         return None
 
     async def _atake(self, kind: Any) -> Any:
@@ -192,14 +212,13 @@ class _Socket:
         import asyncio  # here, because commands block and are to start soon
 
         while True:
-            bad_frames = self.bad_frames
             taken = self._take(kind)
             if taken is not None:
                 return taken[1]
-            if self.bad_frames == bad_frames:
-                await self._readable()
+            if self._behind:
+                await asyncio.sleep(0)
             else:
-                await asyncio.sleep(0)  # more may be there behind the bad ones
+                await self._readable()
 
     async def _readable(self) -> None:
         """Waits until there may be something to read; to be called when a recv has found nothing.
@@ -298,7 +317,8 @@ class Router(_Socket):
     """The scheduler's end of the RPC channel: binds, and answers whichever client asked."""
 
     def __init__(self, address: str):
-        super().__init__(zmq.ROUTER, address, bind=True, high_water=RPC_HIGH_WATER, max_bytes=MAX_RPC_FRAME_BYTES)
+        limits = {"high_water": RPC_HIGH_WATER, "max_bytes": MAX_RPC_FRAME_BYTES, "max_opcodes": MAX_RPC_OPCODES}
+        super().__init__(zmq.ROUTER, address, bind=True, **limits)
 
     def recv(self) -> tuple[bytes, RpcEnvelope] | None:
         """The next request and the client to answer. Bad frames are counted, logged and skipped."""

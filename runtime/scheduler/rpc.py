@@ -19,7 +19,7 @@ from llmserve.runtime.messages import (
     RpcError,
     RpcProgress,
 )
-from llmserve.runtime.wire import WireError, decode, encode
+from llmserve.runtime.wire import MAX_RPC_OPCODES, WireError, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ Work = Generator[RpcProgress, None, Message]
 MAX_TIMEOUT_S = 86_400.0
 MAX_PENDING = 64
 CALLS_PER_TURN = 64
-SHARE_OF_TIME = 0.05
+SHARE_OF_TIME = 0.02
 """Calls may take so much of the time while requests run; a burst may take what MAX_CREDIT_S holds."""
 MAX_CREDIT_S = 0.005
 PROGRESS_INTERVAL_S = 0.25
@@ -114,15 +114,17 @@ class RpcServer:
         self._polled = began
         self._pending = [call for call in self._pending if not self._advance(call)]
         count = 0
-        while count < CALLS_PER_TURN and (self._credit_s > 0 or not busy):
+        while count < CALLS_PER_TURN and self._credit_s > 0:
             received = self._router.recv()
+            if received is not None:
+                count += 1
+                self._take(*received)
+            ended = self._now()
+            if busy:
+                self._credit_s -= ended - began  # bad frames cost time too
+            began = ended
             if received is None:
                 break
-            count += 1
-            self._take(*received)
-            ended = self._now()
-            self._credit_s -= ended - began
-            began = ended
         return count > 0
 
     def _take(self, client: bytes, envelope: RpcEnvelope) -> None:
@@ -145,7 +147,7 @@ class RpcServer:
             tell(RpcError(code="invalid", message=text))
             return
         try:
-            request: ControlReqInput = decode(envelope.body, ControlReqInput)
+            request: ControlReqInput = decode(envelope.body, ControlReqInput, MAX_RPC_OPCODES)
         except WireError as error:
             tell(RpcError(code="invalid", message=f"the request cannot be read: {error}"))
             return

@@ -973,3 +973,20 @@ def test_a_flood_of_bad_frames_takes_no_more(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(20):
         harness.turn()
     assert 8 <= looks <= 5 + 1 + (harness.clock - began) * 0.02 / 0.001
+
+
+def test_what_was_idle_time_is_not_charged_to_those_who_call_when_work_begins() -> None:
+    harness = Operated()
+    ping = harness.control.ping
+
+    def slow_ping(request: PingReqInput) -> PingReqOutput:
+        harness.clock += 1.0
+        return ping(request)
+
+    harness.control._verbs[PingReqInput] = slow_ping
+    for _ in range(3):
+        harness.call(PingReqInput())
+    harness.send("a", [1, 2, 3], params=LONG)
+    harness.turn()
+    assert not harness.transport.calls
+    assert isinstance(harness.ask(ListRequestsReqInput(), turns=1), ListRequestsReqOutput)
