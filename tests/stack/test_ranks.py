@@ -16,7 +16,6 @@ from loads import OpenRequest, load
 from checkpoints import make_tiny
 from instances import FOREVER, RunningInstance, assert_gone, launched, run_cli, start, wait_until
 
-PROMPTS = [f"{what} " * count + "then" for what in ("Once", "a long way", "the sea") for count in (1, 12)]
 RANKS = ("--threads", "1", "--dtype", "float32")
 
 
@@ -62,15 +61,6 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ---- one replica of four ranks -------------------------------------------------------------------------------------
-
-
-def test_ranks_and_replicas_say_what_one_process_says(
-    split: RunningInstance, replicated: RunningInstance, server: RunningInstance
-) -> None:
-    for prompt in PROMPTS:
-        expected = text(server, prompt)
-        assert text(split, prompt) == expected
-        assert text(replicated, prompt) == expected
 
 
 def test_every_rank_is_shown_with_its_share(split: RunningInstance, long_model: Path) -> None:
