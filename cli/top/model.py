@@ -160,6 +160,8 @@ class Model:
                 return "stalled", f"{who} made no step for {idle_s:.0f} s while {replica.running} run"
         if self._latencies and now - self._latencies.newest.time > STALE_S:
             return "stalled", f"the front has said nothing for {now - self._latencies.newest.time:.0f} s"
+        if self.link is not None and self.link.status == "draining":
+            return "draining", ""
         states = {replica.state for replica in self._replicas.values()}
         for state in ("starting", "paused", "draining"):
             if state in states:

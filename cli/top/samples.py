@@ -16,7 +16,7 @@ FORMAT = "llmserve-top"
 FORMAT_VERSION = 1
 
 
-Status = Literal["connecting", "connected", "starting", "lost", "dead"]
+Status = Literal["connecting", "connected", "draining", "starting", "lost", "dead"]
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag=True):

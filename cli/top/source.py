@@ -190,6 +190,7 @@ class Live(Source):
         try:
             poller = Poller(pull)
             look = 0.0
+            status: Status = "connected"
             while not self._ends.is_set():
                 if time.monotonic() >= look:
                     look = time.monotonic() + LOOK_S
@@ -197,9 +198,11 @@ class Live(Source):
                         raise InstanceError(f"its process {record.pid} is gone", 69)
                     if lease.error is not None:
                         raise lease.error
+                    # A front that is to end says so in its record; the scheduler goes on as ever.
+                    status = "draining" if find_instance(record.name).state == "draining" else "connected"
                 poller.wait(POLL_S)
                 while (message := pull.recv()) is not None:
-                    self._say("connected")
+                    self._say(status)
                     self.put(cast(MetricsInput, message))
         finally:
             lease.end()

@@ -161,7 +161,9 @@ def test_a_state_without_steps_that_is_meant_is_not_stalled(state: str) -> None:
     assert model.snapshot(START + 16).state == state
 
 
-@pytest.mark.parametrize(("status", "state"), [("dead", "dead"), ("lost", "lost"), ("starting", "starting")])
+@pytest.mark.parametrize(
+    ("status", "state"), [("dead", "dead"), ("lost", "lost"), ("starting", "starting"), ("draining", "draining")]
+)
 def test_the_link_tells_what_the_scheduler_cannot(status: str, state: str) -> None:
     model = fed(samples(10))
     model.add(Link(time=START + 11, status=status, name="prod", detail="why"))

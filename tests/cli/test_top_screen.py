@@ -271,6 +271,17 @@ def test_it_finds_the_instance_again_after_a_restart() -> None:
         assert ends(child) == 0
 
 
+def test_an_instance_that_is_to_end_is_draining_though_its_scheduler_goes_on() -> None:
+    with FakeInstance() as fake:
+        watch(fake)
+        with terminal("--interval", "0.2") as child:
+            child.expect("● ready")
+            fake.instance.update(state="draining")
+            child.expect("◐ draining")
+            child.send("q")
+            assert ends(child) == 0
+
+
 def test_a_scheduler_that_says_nothing_is_told_from_one_that_starts() -> None:
     with FakeInstance() as fake:
         fake.handlers[SubscribeMetricsReqInput] = lambda _: []
