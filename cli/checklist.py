@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmserve.cli.format import duration, plural, size
+from llmserve.cli.live_log import LiveLog
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +40,12 @@ class Stage:
 class Checklist:
     """The stages of a start on a terminal, then the address and a line to paste."""
 
-    def __init__(self, console: RichConsole, title: str, with_key: bool, background: bool = False) -> None:
+    def __init__(self, console: RichConsole, title: str, with_key: bool, log: LiveLog | None = None) -> None:
+        """`log` is shown once it serves, in the foreground; in the background there is none."""
+        self._log = log
         self._console = console
         self._title = title
         self._with_key = with_key
-        self._background = background
         self._stages: dict[str, Stage] = {}
         self._over = False
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=10)
@@ -55,25 +57,36 @@ class Checklist:
             line.result = finished(line)
 
     def stage(self, name: str, detail: str) -> None:
+        if name == "model" and self._log is not None:
+            self._log.start()  # the instance's directory is ours by now
         self._line(name).result = detail
 
     def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None:
         pool = self._stages.get("kv pool")
         if pool is not None and "kv_bytes" in facts:
             pool.result = f"{pool.total:,.0f} tokens, {size(float(facts['kv_bytes']))}"
-        self.close()
-        end = "llmserve stop ends it" if self._background else "Ctrl-C ends it"
+        self._end_list()
+        end = "llmserve stop ends it" if self._log is None else "Ctrl-C ends it"
         self._console.print(Text.assemble("\nReady at ", (address, "bold green"), f"  ({end})\n"))
         self._console.print(curl_line(address, model, self._with_key), soft_wrap=True, style="cyan", markup=False)
         self._console.print()
+        if self._log is not None:
+            self._log.speak()
 
     def draining(self, in_flight: int) -> None:
+        if self._log is not None:
+            self._log.hush()
         if in_flight:
             self._console.print(f"\nDraining: {plural(in_flight, 'request')} left. Ctrl-C again ends it at once.")
         else:
             self._console.print("\nEnding.")
 
     def close(self) -> None:
+        self._end_list()
+        if self._log is not None:
+            self._log.stop()
+
+    def _end_list(self) -> None:
         self._over = True
         self._live.stop()
 

@@ -17,6 +17,7 @@ from typing import TextIO
 from llmserve.cli.common import CommandError, exit_code_of, find_instance
 from llmserve.cli.console import Console
 from llmserve.runtime.config import Secrets, ServerArgs
+from llmserve.runtime.instance import runtime_root
 from llmserve.runtime.logs import setup_logging
 
 log = logging.getLogger(__name__)
@@ -28,16 +29,15 @@ def run_attached(console: Console, args: ServerArgs, secrets: Secrets) -> int:
     """Serves in this process until a signal ends it; returns the exit code."""
     setup_logging("main", args.log_level)
     from llmserve.cli.checklist import Checklist, LogLines
-    from llmserve.runtime.serve import run_server
+    from llmserve.cli.live_log import LiveLog
+    from llmserve.runtime.serve import LOG_FILE, run_server
 
     if not console.stderr.isatty():
         return run_server(args, secrets, LogLines())
     with kept_terminal() as terminal:
         screen = Console(console.stdin, console.stdout, terminal, console.environ).err
-        warnings = logging.StreamHandler(terminal)
-        warnings.setLevel(logging.WARNING)
-        logging.getLogger().addHandler(warnings)
-        checklist = Checklist(screen, f"llmserve {args.name}", secrets.api_key is not None)
+        live_log = LiveLog(screen, runtime_root() / args.name / LOG_FILE)
+        checklist = Checklist(screen, f"llmserve {args.name}", secrets.api_key is not None, live_log)
         return run_server(args, secrets, checklist, log_to_file=True)
 
 
@@ -126,7 +126,7 @@ def follow(console: Console, args: ServerArgs, secrets: Secrets, events: TextIO)
 
     observer: Checklist | LogLines
     if console.stderr.isatty():
-        observer = Checklist(console.err, f"llmserve {args.name}", secrets.api_key is not None, background=True)
+        observer = Checklist(console.err, f"llmserve {args.name}", secrets.api_key is not None)
     else:
         setup_logging("main", args.log_level)
         observer = LogLines()

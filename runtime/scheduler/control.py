@@ -4,6 +4,7 @@ How calls come and go is rpc.py's. A verb that takes time first yields progress,
 who has left, and puts things back when it is closed before its end.
 """
 
+import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
@@ -40,6 +41,8 @@ from llmserve.runtime.scheduler.request import Group
 from llmserve.runtime.scheduler.rpc import Refusal, Work
 from llmserve.runtime.scheduler.update import WeightUpdates
 from llmserve.runtime.watchers import Watchers
+
+log = logging.getLogger(__name__)
 
 
 class Control:
@@ -124,12 +127,15 @@ class Control:
             raise Refusal("busy", "it is paused, so that nothing would end: resume it first")
         self._scheduler.drain()
         table = self._scheduler.table
+        log.info("draining running=%d waiting=%d", len(table.running), len(table.waiting))
         return DrainReqOutput(running=len(table.running), waiting=len(table.waiting))
 
     def continue_generation(self, request: ContinueGenerationReqInput) -> ContinueGenerationReqOutput:
         if self._at_work not in ("", "pause"):
             raise Refusal("busy", f"{self._at_work} is under way")
-        return ContinueGenerationReqOutput(resumed=self._scheduler.resume())
+        resumed = self._scheduler.resume()
+        log.info("resumed requests=%d", resumed)
+        return ContinueGenerationReqOutput(resumed=resumed)
 
     def subscribe_metrics(self, request: SubscribeMetricsReqInput) -> SubscribeMetricsReqOutput:
         try:
@@ -146,6 +152,7 @@ class Control:
         yield RpcProgress(stage="aborting")
         aborted, not_found, groups = self._mark(request)
         yield from self._until_gone(groups)
+        log.info("aborted by an operator requests=%d not_found=%d", len(aborted), len(not_found))
         return AbortReqOutput(aborted=aborted, not_found=not_found)
 
     def flush_cache(self, request: FlushCacheReqInput) -> Work:
@@ -165,6 +172,7 @@ class Control:
                     "busy", f"{self._counts()}: wait for them (--wait, wait_s) or abort them (--abort, abort)"
                 )
             pages = scheduler.flush()
+            log.info("flushed pages=%d aborted=%d", pages, len(aborted))
             return FlushCacheReqOutput(
                 pages_freed=pages, bytes_freed=pages * scheduler.worker.info.bytes_per_page, aborted=aborted
             )
@@ -190,10 +198,12 @@ class Control:
             except GeneratorExit:
                 scheduler.pause_mode = before
                 raise
-            return PauseGenerationReqOutput(
+            answer = PauseGenerationReqOutput(
                 retracted=scheduler.results.counters.asked_retractions - retractions,
                 aborted=aborted if request.mode == "abort" else 0,
             )
+            log.info("paused mode=%s retracted=%d aborted=%d", request.mode, answer.retracted, answer.aborted)
+            return answer
 
     def update_weights(self, request: UpdateWeightReqInput) -> Work:
         with self._alone("an update of the weights"):

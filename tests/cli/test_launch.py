@@ -277,6 +277,26 @@ def test_the_checklist_and_ctrl_c(own_root: Path, tiny_model: Path) -> None:
     assert not (own_root / "llmserve/default").exists()
 
 
+def test_the_log_follows_the_checklist_in_short_lines(own_root: Path, tiny_model: Path) -> None:
+    """Of all processes: what an operator does is the scheduler's to log."""
+    with terminal(own_root, "launch", str(tiny_model), "--port", "0", LLMSERVE_API_KEY="k") as child:
+        child.expect("Ready at ")
+        run_cli(own_root, "pause")
+        child.expect(r"\r\n(\S*)  (\w+) +(.*)\r\n")
+        shown = [plain(part) for part in child.match.groups()]
+        assert re.fullmatch(r"\d\d:\d\d:\d\d", shown[0])
+        assert shown[1:] == ["scheduler", "paused mode=retract retracted=0 aborted=0"]
+        record = json.loads((own_root / "llmserve/default/instance.json").read_text())
+        with Path(record["log_path"]).open("a") as log:
+            log.write("2026-01-01T01:02:03.456 warning main: odd\x1b[2J\n")
+        child.expect(r"(01:02:03)\S*  main +(.*)\r\n")
+        assert plain(child.match.group(2)) == "warning: odd␛[2J"
+        child.sendintr()
+        child.expect("Ending")
+        child.expect(pexpect.EOF)
+        assert "info" not in (child.before or "")
+
+
 def test_a_terminal_that_goes_away_drains(own_root: Path, long_model: Path) -> None:
     """An ssh connection that is lost: what is in flight may still end within the drain timeout."""
     with terminal(own_root, "launch", str(long_model), "--port", "0", "--drain-timeout", "1") as child:
