@@ -474,6 +474,8 @@ class SchedulerMetrics(Message, frozen=True, kw_only=True):
     """Choices put back into the queue for want of memory."""
     asked_retractions_total: int = 0
     """Choices put back because a pause or a swap of the weights asked for their memory."""
+    flushes_total: int = 0
+    """Times that the prefix cache was emptied, which an update of the weights does too."""
     bad_frames_total: int = 0
     max_running: int = 0
     """So many choices may run at once."""

@@ -91,6 +91,9 @@ COUNTERS = (
         "Requests put back into the queue because generation was paused or the weights swapped.",
     ),
     Described("active_s", "pipeline_active_seconds", "Time with a step in some stage, where there are several ranks."),
+    Described(
+        "flushes_total", "cache_flushes", "Times that the prefix cache was emptied, by updates of the weights too."
+    ),
     Described("bad_frames_total", "bad_frames", "Frames on the scheduler's sockets that held no message."),
 )
 HISTOGRAMS = (

@@ -69,8 +69,7 @@ class Schedulers:
         self.metrics[number] = metrics
         routing.replicas[number].draining = metrics.state == "draining"
         routing.max_pages = metrics.pages_total or routing.max_pages
-        emptied = metrics.kv_tokens_cached == 0 and metrics.running == 0
-        if emptied or (before is not None and before.weight_version != metrics.weight_version):
+        if before is not None and before.flushes_total != metrics.flushes_total:
             routing.forget(number)
 
     def lose(self, number: int) -> None:

@@ -43,6 +43,8 @@ class KVCache:
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.evicted_pages = 0
+        self.flushes = 0
+        """Times that the prefix cache was emptied."""
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(page_size)
 
@@ -122,12 +124,14 @@ class KVCache:
 
     def flush(self) -> int:
         """Empties the prefix cache but for what running requests hold. Returns the number of pages freed."""
+        self.flushes += 1
         pages = self._tree.evict(self._tree.num_evictable)
         self._pool.evict(pages)
         return len(pages)
 
     def reset(self) -> None:
         """Forgets everything. No lease may be out."""
+        self.flushes += 1
         self._pool = PagePool(self.total)
         self._tree = RadixTree(self.page_size)
 

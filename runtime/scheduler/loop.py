@@ -321,6 +321,7 @@ class Scheduler:
 
     def flush(self) -> int:
         """Empties the prefix cache, except what running requests use. Returns the number of pages freed."""
+        self._metrics_due = 0.0  # the front routes by what it believes to be cached
         return self.kv.flush()
 
     def _mark(self, requests: list[Request], message: str) -> None:

@@ -63,6 +63,7 @@ class Snapshots:
             evicted_tokens_total=kv.evicted_pages * kv.page_size,
             retractions_total=counters.retractions,
             asked_retractions_total=counters.asked_retractions,
+            flushes_total=kv.flushes,
             bad_frames_total=self.bad_frames(),
             step_s=counters.step_s,
             pages_total=kv.total,

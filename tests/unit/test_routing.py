@@ -93,14 +93,15 @@ def test_the_dead_and_the_draining_get_nothing() -> None:
 def test_an_emptied_cache_is_forgotten() -> None:
     schedulers = Schedulers(["a", "b"], PAGE, 8)
     routing = schedulers.routing
-    schedulers.take(metrics(0, kv_tokens_cached=4))
+    schedulers.take(metrics(0, running=1))
     routing.choose(prompt(1, 1, 1, 1, 0))
+    schedulers.take(metrics(0, kv_tokens_cached=0))
+    assert routing.replicas[0].pages, "the first request has not come yet"
+    schedulers.take(metrics(0, flushes_total=1, kv_tokens_cached=4, running=1))
+    assert not routing.replicas[0].pages, "though others have filled it since"
+    routing.choose(prompt(1, 1, 1, 1, 0))
+    schedulers.take(metrics(0, flushes_total=1, kv_tokens_cached=4))
     assert routing.replicas[0].pages
-    schedulers.take(metrics(0, kv_tokens_cached=4, weight_version=2))
-    assert not routing.replicas[0].pages, "an update flushes"
-    routing.choose(prompt(1, 1, 1, 1, 0))
-    schedulers.take(metrics(0, kv_tokens_cached=0, weight_version=2))
-    assert not routing.replicas[0].pages
 
 
 def metrics(dp_rank: int, **fields: object) -> SchedulerMetrics:

@@ -313,7 +313,10 @@ def test_a_flush_takes_the_hits_away() -> None:
         harness.send(rid, prompt_of(40))
         harness.run()
     cached = harness.scheduler.kv.cached
+    reports = len(harness.metrics)
     assert harness.scheduler.flush() == cached > 0
+    harness.turn()
+    assert [sample.flushes_total for sample in harness.metrics[reports - 1 :]] == [0, 1], "it is told at once"
     harness.send("flushed", prompt_of(40))
     harness.run()
     assert [harness.rows(rid)[-1].cached_tokens for rid in ("cold", "warm", "flushed")] == [0, 36, 0]
