@@ -1,6 +1,7 @@
 """The way through the engine on CUDA devices, as far as it can be gone without one (pretended_cuda.py)."""
 
 import threading
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,15 @@ import numpy as np
 import pytest
 import torch
 from forked import run_ranks
+from gguf import GGMLQuantizationType
 from pretended_cuda import OnDevice, pretended_cuda
+from test_transformers_backend import make as make_any
+from tiny_gguf import write_gguf
 from torch import Tensor, distributed
 
 from checkpoints import VOCAB_SIZE, make_tiny
 from instances import wait_until
+from llmserve.runtime.child import ChildInit, Reporter
 from llmserve.runtime.config import ConfigError, ServerArgs
 from llmserve.runtime.distributed import collectives, groups
 from llmserve.runtime.distributed.groups import Topology, init_topology
@@ -24,6 +29,8 @@ from llmserve.runtime.engine.weights import weights_of
 from llmserve.runtime.engine.worker import TpModelWorker
 from llmserve.runtime.messages import SamplingParams
 from llmserve.runtime.models.hub import resolve
+from llmserve.runtime.ports import PortArgs
+from llmserve.runtime.scheduler import process
 
 PARAMS = (
     SamplingParams(temperature=0.0),
@@ -105,6 +112,25 @@ def test_cuda_says_what_the_cpu_says(
     np.testing.assert_allclose(own_vector, vector, rtol=0.05, atol=0.3)
 
 
+@pytest.mark.parametrize("kind", ["gguf", "transformers"])
+def test_other_checkpoints(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a file become numbers; transformers' modules are made on the device."""
+    if kind == "gguf":
+        make_tiny(tmp_path / "model")
+        path = write_gguf(tmp_path / "model", tmp_path / "model.gguf", GGMLQuantizationType.Q8_0)
+    else:
+        path = make_any(tmp_path / "model", "gpt_neox", num_key_value_heads=4, vocab_size=VOCAB_SIZE)
+    checkpoint = resolve(str(path))
+    args = arguments(tmp_path, dtype="float32", page_size=256, device="cpu")
+    expected = answers(create_worker(args, checkpoint, no_progress))[0]
+    with pretended_cuda(monkeypatch):
+        worker = create_worker(arguments(tmp_path, dtype="float32", device="cuda"), checkpoint, no_progress)
+        assert answers(worker)[0] == expected
+        worker.swap.stage(checkpoint, no_progress, lambda: False)
+        worker.swap.commit()
+        assert answers(worker)[0] == expected
+
+
 def test_new_weights_wait_in_the_memory_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's memory is full of KV pages, and its stream is the serving thread's."""
     old, new = (resolve(str(make_tiny(tmp_path / name, seed=seed))) for name, seed in (("old", 0), ("new", 1)))
@@ -134,6 +160,25 @@ def test_each_replica_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(ConfigError, match="2 ranks on this node need a CUDA device each and there are 1"),
     ):
         choose_device(args, 0)
+
+
+def test_a_replica_takes_its_own_and_says_when_it_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def create(args: ServerArgs, checkpoint: object, progress: object, index: int) -> None:
+        seen.append(choose_device(args, index))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr(process, "create_worker", create)
+    ports, args = PortArgs.init_new(tmp_path), ServerArgs(model="m", dp_size=2)
+    checkpoint = resolve(str(make_tiny(tmp_path)))
+    init = ChildInit(role="", args=args, ports=ports, directory="", checkpoint=checkpoint, dp_rank=1)
+    with (
+        pretended_cuda(monkeypatch, devices=2),
+        pytest.raises(ConfigError, match=r"memory of GPU 1 \(.*2 GiB\): split"),
+    ):
+        process.run(init, Reporter(BytesIO()))
+    assert seen == [torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize(("free", "usable"), [(100 << 30, 85 << 30), (2 << 30, 1 << 30), (1 << 29, 0)])
