@@ -21,7 +21,8 @@ def chat(
     message: Annotated[
         str | None,
         typer.Argument(
-            help="Answer this one message and end; - reads it from standard input. What is piped in is added."
+            metavar="MESSAGE",
+            help="Answer this one message and end; - reads it from standard input. What is piped in is added.",
         ),
     ] = None,
     instance: InstanceOption = None,

@@ -11,7 +11,10 @@ from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOpti
 def generate(
     ctx: typer.Context,
     prompt: Annotated[
-        str, typer.Argument(help="The text to continue; - reads it from standard input, less a last newline.")
+        str,
+        typer.Argument(
+            metavar="PROMPT", help="The text to continue; - reads it from standard input, less a last newline."
+        ),
     ],
     instance: InstanceOption = None,
     max_tokens: answer.MaxTokensOption = None,

@@ -22,6 +22,21 @@ from llmserve.cli.console import Console
 CONTEXT_SETTINGS = {"help_option_names": ["--help", "-h"]}
 
 
+def without_type(parameters: list[Any]) -> list[Any]:
+    """The parameters, switches without a type in the help: they take no value, and "<bool>" looks as if they did."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class Command(TyperCommand):
+    """One subcommand."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_type(super().get_params(ctx))
+
+
 class LazyGroup(TyperGroup):
     """A group whose commands are entries of COMMANDS until one is needed in full."""
 
@@ -33,6 +48,9 @@ class LazyGroup(TyperGroup):
                     name, help=entry.help, rich_help_panel=entry.panel, hidden=entry.hidden
                 )
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_type(super().get_params(ctx))
+
     def load(self, name: str) -> None:
         """Puts the real command `name` in the place of its entry."""
         entry = COMMANDS.get(name)
@@ -43,6 +61,7 @@ class LazyGroup(TyperGroup):
         single = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
         single.command(
             name,
+            cls=Command,
             help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs),
             epilog="\n\n".join(["Examples:", *entry.examples]) if entry.examples else None,
             hidden=entry.hidden,

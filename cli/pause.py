@@ -45,7 +45,11 @@ def pause(
     yes: YesOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Stop generating until `llmserve resume`; requests are still accepted and wait."""
+    """Stop generating until `llmserve resume`; requests are still accepted and wait.
+
+    With retract it answers after the current step, and requests are computed again when they go on. Aborting asks first
+    on a terminal, and needs --yes off it. An instance that drains cannot be paused (exit status 75).
+    """
     from llmserve.cli.rpc import Remote
 
     console = console_of(ctx)
@@ -74,20 +78,22 @@ def resume(
     if json:
         console.json({"resumed": resumed})
     else:
-        console.print(f"resumed, {format.plural(resumed, 'request')} waiting or running")
+        console.print(f"resumed, {format.plural(resumed, 'request')} waiting or running" if resumed else "resumed")
 
 
 def drain(
     ctx: typer.Context,
     instance: InstanceOption = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until all requests have ended.")] = True,
-    timeout: TimeoutOption = 600.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long to wait for their end.")
+    ] = 600.0,
     json: JsonOption = False,
 ) -> None:
     """Refuse new requests and let the others end.
 
     The instance stays up: `llmserve resume` opens it again, `llmserve stop` ends it. Exit status 75 if
-    requests are left after --timeout.
+    requests are left after --timeout, or if it is paused, so that none would end.
     """
     from llmserve.cli.rpc import Remote
 

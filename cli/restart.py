@@ -18,7 +18,13 @@ def restart(
     now: Annotated[bool, typer.Option("--now", help="End it at once: what is in flight is lost.")] = False,
     timeout: Annotated[
         float | None,
-        typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long to wait for its end."),
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            min=0.0,
+            help="How long to wait for its end.",
+            show_default="its --drain-timeout",
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:

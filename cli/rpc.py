@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from llmserve.cli import format
-from llmserve.cli.common import find_instance
+from llmserve.cli.common import CommandError, ExitCode, find_instance
 from llmserve.runtime.client import RpcClient, rpc_address
 from llmserve.runtime.messages import ControlRequest, GetLoadReqInput, RpcProgress
 
@@ -31,8 +31,11 @@ class Remote:
 
     @staticmethod
     def find(instance: str | None, timeout_s: float) -> "Remote":
-        """The running instance called so, or the only one. Raises InstanceError."""
-        return Remote(find_instance(instance), timeout_s)
+        """The running instance called so, or the only one. Raises InstanceError, CommandError while it starts."""
+        record = find_instance(instance)
+        if record.state == "starting":
+            raise CommandError(f'instance "{record.name}" is still starting', ExitCode.UNAVAILABLE)
+        return Remote(record, timeout_s)
 
     def each(
         self, request: ControlRequest[AnswerT], on_progress: OnProgress | None = None, timeout_s: float | None = None

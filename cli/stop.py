@@ -95,4 +95,6 @@ def wait_drained(console: Console, record: InstanceRecord, process: int, limit: 
                 )
             load = ask_load(record)
             if load is not None:
-                status.update(f"draining {record.name}: {plural(load.running + load.waiting, 'request')} left")
+                left = plural(load.running + load.waiting, "request")
+                held = f", but it is paused: `llmserve resume -i {record.name}`" if load.state == "paused" else ""
+                status.update(f"draining {record.name}: {left} left{held}")

@@ -34,7 +34,10 @@ INTERRUPTED_TIMEOUT_S = 10.0
 
 def update_weights(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A directory, a .gguf file or a hub id: the same model, other weights.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A directory, a .gguf file or a hub id: the same model, other weights."),
+    ],
     instance: InstanceOption = None,
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf"],

@@ -174,7 +174,7 @@ def find_instance(name: str | None = None) -> InstanceRecord:
         if record.name == name and record.alive:
             return record
         if record.name == name:
-            raise InstanceError(f'instance "{name}" is dead: its process {record.pid} is gone', 69)
+            raise InstanceError(f'instance "{name}" is dead: its process {record.pid} is gone; launch it again', 69)
     raise InstanceError(f'no instance is called "{name}"; running: {names or "none"}', 3)
 
 

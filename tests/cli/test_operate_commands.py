@@ -81,6 +81,12 @@ def test_no_instance_is_exit_3() -> None:
     assert "llmserve launch" in result.err
 
 
+def test_an_instance_that_starts_is_not_said_to_be_dead(fake: FakeInstance) -> None:
+    fake.instance.update(state="starting")
+    result = run("requests")
+    assert (result.code, result.err) == (69, 'llmserve: instance "fake" is still starting\n')
+
+
 def test_two_instances_need_a_name(fake: FakeInstance) -> None:
     with FakeInstance("other"):
         assert run("ping").code == 2
@@ -307,6 +313,9 @@ def test_pause_and_resume(fake: FakeInstance) -> None:
     assert run("pause", "--mode", "retract").out == "paused, 3 retracted\n"
     assert run("resume").out == "resumed, 3 requests waiting or running\n"
     assert fake.requests == [PauseGenerationReqInput(mode="retract"), ContinueGenerationReqInput()]
+    fake.handlers[ContinueGenerationReqInput] = lambda _: ContinueGenerationReqOutput(resumed=0)
+    assert run("resume").out == "resumed\n"
+    del fake.requests[-1]
     assert run("pause", "--mode", "abort").code == 2
     assert run("pause", "--mode", "drain").code == 0
     assert fake.requests[-1] == PauseGenerationReqInput(mode="drain")
