@@ -219,22 +219,26 @@ def follow(rank: Rank) -> None:
     """What every rank but the first does, for ever. Raises WorkerDied."""
     commands: SimpleQueue[Command | RankLost] = SimpleQueue()
     threading.Thread(target=_listen, args=(rank, commands), daemon=True, name="commands").start()
+    staging: threading.Thread | None = None
     while True:
         command = commands.get()
         if isinstance(command, Run):
             outcome = rank.step(command.plan)
             if outcome is not None:
                 send_bytes(msgspec.msgpack.encode(outcome), 0, rank.topology.control, "results")
-        elif isinstance(command, Stage):
-            threading.Thread(
-                target=rank.receive_weights, args=(command.checkpoint,), daemon=True, name="stage-weights"
-            ).start()
+            continue
+        if isinstance(command, RankLost):
+            raise WorkerDied(f"another rank does not answer ({command})")
+        if staging is not None:
+            staging.join()  # it has ended on the first rank, and two threads must not use its group
+        if isinstance(command, Stage):
+            receive = rank.receive_weights
+            staging = threading.Thread(target=receive, args=(command.checkpoint,), daemon=True, name="stage-weights")
+            staging.start()
         elif isinstance(command, Commit):
             rank.commit_weights()
         elif isinstance(command, Discard):
             rank.discard_weights()
-        elif isinstance(command, RankLost):
-            raise WorkerDied(f"another rank does not answer ({command})")
 
 
 def _listen(rank: Rank, commands: "SimpleQueue[Command | RankLost]") -> None:
