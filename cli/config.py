@@ -33,7 +33,11 @@ def config(
     if json:
         console.json({"file": str(file) if file else None, "options": rows})
         return
-    console.table(("OPTION", "VALUE", "FROM"), [(row["option"], shown(row["value"]), row["source"]) for row in rows])
+    parameters = launch.command.params
+    unset = {name_of(each): f"({each.show_default})" for each in parameters if isinstance(each.show_default, str)}
+    unset["model"] = "(the default model)"
+    cells = [(row["option"], shown(row["value"], unset.get(row["option"], "-")), row["source"]) for row in rows]
+    console.table(("OPTION", "VALUE", "FROM"), cells)
     if file is None:
         console.note(f"there is no configuration file at {default_path(os.environ)}")
 
@@ -70,9 +74,9 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else str(value)
 
 
-def shown(value: Any) -> str:
-    if value is None:
-        return "-"
+def shown(value: Any, unset: str) -> str:
+    if value is None or value == []:
+        return unset
     return (
         ", ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
     )

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import textwrap
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,7 @@ import typer
 
 from llmserve.cli import format
 from llmserve.cli.common import ExitCode, JsonOption, TimeoutOption, console_of
+from llmserve.cli.console import Console
 from llmserve.runtime.instance import InstanceError, InstanceRecord, list_instances, runtime_root, sweep_stale
 
 if TYPE_CHECKING:
@@ -54,13 +56,22 @@ def doctor(
     if json:
         console.json([finding._asdict() for finding in findings])
     else:
-        width = max(len(finding.check) for finding in findings)
-        for check, status, detail in findings:
-            mark = f"{GLYPHS[status]} {status.ljust(7)}"
-            mark = f"\x1b[{COLORS[status]}m{mark}\x1b[0m" if console.color else mark
-            console.print(f"{mark}  {check.ljust(width)}  {detail}")
+        show(console, findings)
     if any(finding.status == "bad" for finding in findings):
         raise typer.Exit(ExitCode.FAILED)
+
+
+def show(console: Console, findings: list[Finding]) -> None:
+    """A line a finding; on a terminal a long one goes on below its beginning."""
+    width = max(len(finding.check) for finding in findings)
+    for check, status, detail in findings:
+        mark = f"{GLYPHS[status]} {status.ljust(7)}"
+        indent = " " * (len(mark) + width + 4)
+        if console.stdout.isatty():
+            room = max(20, shutil.get_terminal_size().columns - len(indent))
+            detail = f"\n{indent}".join(textwrap.wrap(detail, room, break_on_hyphens=False))
+        mark = f"\x1b[{COLORS[status]}m{mark}\x1b[0m" if console.color else mark
+        console.print(f"{mark}  {check.ljust(width)}  {detail}")
 
 
 def examine(fix: bool, port: int, timeout_s: float) -> Iterator[Finding]:

@@ -43,6 +43,15 @@ def test_each_value_says_where_it_comes_from(home: Path, monkeypatch: pytest.Mon
     assert options["api-key"] == ("(set)", "variable LLMSERVE_API_KEY")
 
 
+def test_what_is_not_set_says_what_it_will_be() -> None:
+    table = {line.split()[0]: line for line in run("config").out.splitlines()}
+    assert "(the default model)" in table["model"]
+    assert "(the model's own)" in table["max-model-len"]
+    assert "(MODEL's last part)" in table["served-model-name"]
+    assert table["dist-init-addr"].split() == ["dist-init-addr", "-", "default"]
+    assert rows()["max-model-len"] == (None, "default")
+
+
 def test_the_default_file_is_found(home: Path) -> None:
     file = write(home / "llmserve" / "config.toml", "port = 8000")
     assert rows()["port"] == (8000, f"file {file}")

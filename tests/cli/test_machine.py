@@ -258,6 +258,15 @@ def test_doctor_finds_and_ends_orphans_only(children: Any, monkeypatch: pytest.M
     assert psutil.pid_exists(child)
 
 
+def test_a_long_finding_goes_on_below_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = run("doctor", terminal=True, NO_COLOR="1").out.splitlines()
+    assert max(map(len, lines)) <= 60
+    first = next(number for number, line in enumerate(lines) if "libraries" in line)
+    assert lines[first + 1].index(lines[first + 1].split()[0]) == lines[first].index("torch")
+    assert len(run("doctor").out.splitlines()[0]) > 60  # a line each for programs
+
+
 def test_doctor_does_not_wait_for_processes_that_nobody_reaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """As orphans in a container whose first process does not wait for them."""
     dead = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 from fake_instance import FakeInstance, fresh_registry, request_info, run
 from rich.cells import cell_len, set_cell_size
+from typer.testing import CliRunner
 
 from llmserve.cli import update_weights
+from llmserve.cli.commands import COMMANDS
+from llmserve.cli.main import app
 from llmserve.cli.rpc import ProgressReport
 from llmserve.runtime.messages import (
     AbortReqInput,
@@ -451,6 +454,14 @@ def test_status_shows_the_instance_in_depth(fake: FakeInstance) -> None:
     options = data["replicas"][0]["options"]
     assert (options["port"], options["max-model-len"], options["served-model-name"]) == (30000, 8192, ["model"])
     assert data["replicas"][0]["chosen"] == ["dtype", "max-model-len", "seed", "served-model-name"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_help_shows_no_type_for_what_takes_no_value(command: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*command, "--help"])
+    assert shown.exit_code == 0
+    assert "--help" in shown.output
+    assert "<bool>" not in shown.output
 
 
 # ---- the terminal --------------------------------------------------------------------------------------------------
