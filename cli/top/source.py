@@ -23,7 +23,13 @@ from llmserve.cli.top.keys import Abort, Action, Flush
 from llmserve.cli.top.samples import GpuInfo, Gpus, Link, Recorder, Sample, Status, read
 from llmserve.runtime.client import RpcCallError
 from llmserve.runtime.instance import InstanceError, InstanceRecord, find_instance
-from llmserve.runtime.messages import AbortReqInput, FlushCacheReqInput, MetricsInput, SubscribeMetricsReqInput
+from llmserve.runtime.messages import (
+    AbortReqInput,
+    FlushCacheReqInput,
+    MetricsInput,
+    SchedulerMetrics,
+    SubscribeMetricsReqInput,
+)
 from llmserve.runtime.ports import ipc_address
 from llmserve.runtime.wire import Poller, Pull
 
@@ -189,7 +195,7 @@ class Live(Source):
         lease = Lease(record, endpoint)
         try:
             poller = Poller(pull)
-            look = 0.0
+            look, heard = 0.0, False
             status: Status = "connected"
             while not self._ends.is_set():
                 if time.monotonic() >= look:
@@ -200,9 +206,14 @@ class Live(Source):
                         raise lease.error
                     # A front that is to end says so in its record; the scheduler goes on as ever.
                     status = "draining" if find_instance(record.name).state == "draining" else "connected"
+                    if pull.bad_frames and not heard:
+                        self._say("lost", "it is of another version: start llmserve top again")
+                    heard = False
                 poller.wait(POLL_S)
                 while (message := pull.recv()) is not None:
-                    self._say(status)
+                    if isinstance(message, SchedulerMetrics):
+                        heard = True
+                        self._say(status)
                     self.put(cast(MetricsInput, message))
         finally:
             lease.end()

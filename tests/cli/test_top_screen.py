@@ -25,6 +25,7 @@ from llmserve.runtime.messages import (
     FlushCacheReqInput,
     FlushCacheReqOutput,
     Message,
+    PingReqInput,
     SubscribeMetricsReqInput,
     SubscribeMetricsReqOutput,
 )
@@ -278,6 +279,23 @@ def test_an_instance_that_is_to_end_is_draining_though_its_scheduler_goes_on() -
             child.expect("● ready")
             fake.instance.update(state="draining")
             child.expect("◐ draining")
+            child.send("q")
+            assert ends(child) == 0
+
+
+def test_an_instance_of_another_version_is_said_to_be_one() -> None:
+    with FakeInstance() as fake:
+
+        def lease(request: SubscribeMetricsReqInput) -> Message:
+            push = Push(ipc_address(fake.instance.directory / request.endpoint))
+            push.send(PingReqInput())  # not what a watcher is sent
+            pushes.append(push)
+            return SubscribeMetricsReqOutput(lease_s=request.lease_s)
+
+        pushes: list[Push] = []
+        fake.handlers[SubscribeMetricsReqInput] = lease
+        with terminal("--interval", "0.2", size=(24, 120)) as child:
+            child.expect("lost.*of another version")
             child.send("q")
             assert ends(child) == 0
 
