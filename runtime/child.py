@@ -1,7 +1,8 @@
 """The child's side of a process: `python -m llmserve.runtime.child ROLE MODULE INSTANCE` runs MODULE.run(init, report).
 
 Owns what every child does whatever its role: it takes its orders from the main process and never outlives it.
-stdin carries one line, the ChildInit, and then nothing: its end means that the main process is gone or wants us gone.
+stdin carries one line, the ChildInit, and perhaps a DISMISSAL; its end means that the main process is gone or wants us
+gone.
 stdout carries status lines. The main process's side is processes.py.
 """
 
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import BinaryIO
 
@@ -26,6 +28,8 @@ from llmserve.runtime.ports import PortArgs
 log = logging.getLogger(__name__)
 
 CONFIG_EXIT_CODE = 78
+DISMISSAL = b"dismissed\n"
+"""Before the end of stdin: the main process ends this one on purpose, and waits a moment for its farewell."""
 PR_SET_NAME = 15
 PR_SET_PDEATHSIG = 1
 STACKS_SIGNAL = signal.SIGUSR1
@@ -79,6 +83,8 @@ class Reporter:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
+        self.farewell: Callable[[], None] = lambda: None
+        """What is still to be done, in a thread of its own, when the main process dismisses this one."""
 
     def progress(self, stage: str, done: float, total: float, unit: str) -> None:
         self._write(Progress(stage, done, total, unit))
@@ -110,7 +116,7 @@ def main() -> int:
 
     orders, report = take_standard_streams()
     first_line: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=watch_parent, args=(orders, first_line), daemon=True, name="death-pipe").start()
+    threading.Thread(target=watch_parent, args=(orders, first_line, report), daemon=True, name="death-pipe").start()
     # The second net, for a process whose threads cannot run because native code holds the interpreter.
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     setup_logging(role, "info")
@@ -141,12 +147,16 @@ def take_standard_streams() -> tuple[BinaryIO, Reporter]:
     return orders, report
 
 
-def watch_parent(orders: BinaryIO, first_line: "SimpleQueue[bytes]") -> None:
+def watch_parent(orders: BinaryIO, first_line: "SimpleQueue[bytes]", report: Reporter) -> None:
     """Hands over the first line of `orders`, then waits for its end and kills this process and what it started."""
     line = orders.readline()
     if line:
         first_line.put(line)
-        orders.read()
+        if orders.read() == DISMISSAL:
+            try:
+                report.farewell()
+            except Exception as error:
+                log.warning("no farewell reason=%s", error)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

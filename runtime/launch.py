@@ -94,6 +94,8 @@ class Stack:
         self._watchdog: asyncio.Task[None] | None = None
         self._replica_watchdogs: list[asyncio.Task[None]] = []
         self._stopping = False
+        self.dismissed = asyncio.Event()
+        """Whether the first node, of which this is not the one, has been stopped."""
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +200,10 @@ class Stack:
         assert self._failure is not None
         return await asyncio.shield(self._failure)
 
+    @property
+    def _failed(self) -> bool:
+        return self._failure is not None and self._failure.done()
+
     def _on_status(self, child: ChildProcess, status: Status) -> None:
         if isinstance(status, Progress) and self._ranks.get(child, Place(0, 0, 0)) == (0, 0, 0):
             self.observer.progress(status.stage, status.done, status.total, status.unit)
@@ -210,6 +216,9 @@ class Stack:
             child.pid,
             code,
         )
+        if child in self._ranks and code == 0 and self.args.node_rank > 0:
+            self.dismissed.set()
+            return
         exit_code = child.failure.exit_code if child.failure else 1
         reason = describe_end(child, code)
         if child in self._ranks and self._lose_replica(self._ranks[child].dp_rank, reason):
@@ -330,6 +339,8 @@ class Stack:
             watchdog.cancel()
         if self._front is not None:
             await self._front.close()
+        if self.args.nnodes > 1 and self.args.node_rank == 0 and self._watchdog is not None and not self._failed:
+            await next(iter(self._ranks)).dismiss()  # so that the other nodes know that nothing is wrong
         await asyncio.gather(*(child.wait_killed() for child in self._children))
         self.instance.release()
 

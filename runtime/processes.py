@@ -4,6 +4,7 @@ What to do about any of that is the Stack's business (launch.py); what happens i
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -13,12 +14,13 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from llmserve.runtime.child import CONFIG_EXIT_CODE, STACKS_SIGNAL, ChildInit, Failed, Ready, Status
+from llmserve.runtime.child import CONFIG_EXIT_CODE, DISMISSAL, STACKS_SIGNAL, ChildInit, Failed, Ready, Status
 
 log = logging.getLogger(__name__)
 
 SECRET_VARIABLES = ("LLMSERVE_API_KEY", "LLMSERVE_ADMIN_API_KEY")
 KILLED_WAIT_S = 5.0
+FAREWELL_WAIT_S = 1.0
 STATUS_READ_BYTES = 1 << 16
 
 
@@ -74,6 +76,13 @@ class ChildProcess:
             self._orders.write(msgspec.json.encode(init) + b"\n")
         except OSError:
             log.debug("cannot send orders child=%s", self.role)
+
+    async def dismiss(self) -> None:
+        """Ends the child after its farewell; waits a moment for that."""
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self._orders.write(DISMISSAL)
+            self._orders.close()
+        await asyncio.wait([self.ended], timeout=FAREWELL_WAIT_S)
 
     def dump_stacks(self) -> None:
         """Has the child write the stacks of its threads to its log."""

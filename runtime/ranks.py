@@ -38,6 +38,12 @@ def places(args: ServerArgs) -> list[Place]:
     ]
 
 
+def rank_name(args: ServerArgs, dp_rank: int, rank: int) -> str:
+    """What a rank of a replica is called on whatever node."""
+    name = Place(dp_rank, rank // args.tp_size, rank % args.tp_size).name
+    return name if args.nnodes == 1 else f"{name} on node {rank // ranks_per_node(args)}"
+
+
 def ranks_per_node(args: ServerArgs) -> int:
     """Of one replica."""
     return args.tp_size * args.pp_size // args.nnodes

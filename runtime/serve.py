@@ -144,7 +144,9 @@ async def serve_stack(stack: Stack, secrets: Secrets, asked: "asyncio.Future[int
 
 
 async def serve_ranks(stack: Stack, asked: "asyncio.Future[int]") -> int:
-    """Runs this node's ranks until asked to end. Raises LaunchError when one of them, or another node, ends."""
+    """Runs this node's ranks until asked to end, or the first node is. Raises LaunchError when one of them ends, or
+    another node does unasked.
+    """
     starting = asyncio.create_task(stack.start())
     await first_of(starting, asked)
     if asked.done():
@@ -154,13 +156,17 @@ async def serve_ranks(stack: Stack, asked: "asyncio.Future[int]") -> int:
     stack.announce_ready()
     stack.observer.ready(f"node {stack.args.node_rank}", stack.checkpoint.name, stack.facts)
     failed = asyncio.create_task(stack.wait_failed())
+    dismissed = asyncio.create_task(stack.dismissed.wait())
     try:
-        await first_of(failed, asked)
+        await first_of(failed, asked, dismissed)
         if failed.done():
             raise failed.result()
+        if dismissed.done():
+            log.info("the first node was stopped")
         return 0
     finally:
         failed.cancel()
+        dismissed.cancel()
 
 
 async def until_asked(stack: Stack, asked: "asyncio.Future[int]", http: "HttpServer") -> int:

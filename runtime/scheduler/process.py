@@ -23,12 +23,13 @@ import torch
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.distributed.errors import RankLost
 from llmserve.runtime.distributed.groups import Topology, init_topology
+from llmserve.runtime.distributed.presence import find_gone
 from llmserve.runtime.engine.batch import Worker, WorkerDied
 from llmserve.runtime.engine.ranks import Leader, follow
 from llmserve.runtime.engine.runner import choose_device, create_rank, create_worker, warm_up
 from llmserve.runtime.engine.shared_source import same_everywhere
 from llmserve.runtime.messages import SchedulerInput, SchedulerMetrics
-from llmserve.runtime.ranks import Place, places, rendezvous
+from llmserve.runtime.ranks import Place, places, rank_name, ranks_per_node, rendezvous
 from llmserve.runtime.scheduler.control import Control
 from llmserve.runtime.scheduler.loop import Scheduler
 from llmserve.runtime.scheduler.rpc import RpcServer
@@ -42,8 +43,9 @@ SHARED_OPTIONS = ("tp_size", "pp_size", "nnodes", "dtype", "page_size", "max_tot
 """In which all nodes must agree."""
 NO_TIMEOUT_S = 86_400.0
 LOST_GRACE_S = 3.0
-"""The main process sees at once which of its ranks has died, and ends the others. One that nobody ends then has lost a
-rank of another node."""
+"""The main process sees at once which of its ranks has died, and ends the others."""
+DISMISSAL_GRACE_S = 0.5
+"""A rank of another node may have ended on purpose, and its word be on the way."""
 
 
 def run(init: ChildInit, report: Reporter) -> None:
@@ -65,23 +67,30 @@ def run(init: ChildInit, report: Reporter) -> None:
 def run_rank(init: ChildInit, report: Reporter, index: int) -> None:
     """One of several ranks: serves on the first, follows on the others. `index` is its number on this machine."""
     args = init.args
+    topology = join(init, choose_device(args, index))
     try:
-        topology = join(init, choose_device(args, index))
         rank = create_rank(args, init.checkpoint, report.progress, topology, index)
         if topology.control.rank > 0:
             report.ready(weight_bytes=rank.info.weight_bytes)
             follow(rank)
-        leader = Leader(rank, init.checkpoint, lost=lambda text: end_lost(report, text))
+        leader = Leader(rank, init.checkpoint, lost=lambda text: end_lost(init, report, topology, text))
+        report.farewell = leader.dismiss
         warm_up(leader, report.progress)
         serve(init, report, leader)
     except (RankLost, WorkerDied) as error:
-        end_lost(report, str(error))
+        end_lost(init, report, topology, str(error))
 
 
-def end_lost(report: Reporter, reason: str) -> NoReturn:
-    """Ends a rank that has lost another one."""
+def end_lost(init: ChildInit, report: Reporter, topology: Topology, reason: str) -> NoReturn:
+    """Ends a rank that has lost another one, which it names where it lies on another node."""
+    args = init.args
+    gone = find_gone(topology.control) if args.nnodes > 1 else []
+    if gone:
+        names = " and the ".join(rank_name(args, init.dp_rank, rank) for rank in gone)
+        reason = f"lost the {names} ({reason})"
     log.error("rank lost reason=%s", reason)
-    time.sleep(LOST_GRACE_S)
+    elsewhere = gone and all(rank // ranks_per_node(args) != args.node_rank for rank in gone)
+    time.sleep(DISMISSAL_GRACE_S if elsewhere else LOST_GRACE_S)
     report.error(reason)
     os._exit(1)  # torch would wait for the ranks that are gone
 

@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,14 +107,42 @@ def test_a_model_over_two_nodes_serves_until_one_dies(
         assert listeners(nodes[0]) == {ADDRESSES[0]}, "the ranks' sockets are on the interface between the nodes alone"
         processes = [*first.processes(), *second.processes()]
         second.process.kill()
-        assert first.wait_ended(8) == 1
-        assert "does not answer" in first.log_text().splitlines()[-1]
+        assert first.wait_ended(5) == 1
+        assert "lost the scheduler-dp0-pp0-tp1 on node 1" in first.log_text().splitlines()[-1]
         assert_gone(processes, 5)
     finally:
-        for instance in (first, second):
-            if instance.process.poll() is None:
-                instance.process.kill()
-                instance.process.wait()
+        kill(first, second)
+
+
+def kill(*instances: RunningInstance) -> None:
+    for instance in instances:
+        if instance.process.poll() is None:
+            instance.process.kill()
+            instance.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        (signal.SIGTERM, 0, "the first node was stopped"),
+        (signal.SIGKILL, 1, "lost the scheduler-dp0-pp0-tp0 on node 0"),
+    ],
+)
+def test_the_other_node_knows_whether_the_first_was_stopped(
+    nodes: tuple[str, str], own_root: Path, tiny_model: Path, how: signal.Signals, code: int, last: str
+) -> None:
+    first, second = (launch(own_root, node, rank, tiny_model) for rank, node in enumerate(nodes))
+    try:
+        first.wait_ready(40)
+        second.wait_ready(5)
+        processes = [*first.processes(), *second.processes()]
+        first.process.send_signal(how)
+        assert second.wait_ended(5) == code
+        assert last in second.log_text()
+        assert first.wait_ended(5) == (0 if code == 0 else -signal.SIGKILL)
+        assert_gone(processes, 5)
+    finally:
+        kill(first, second)
 
 
 def listeners(namespace: str) -> set[str]:
