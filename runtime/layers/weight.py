@@ -1,7 +1,7 @@
 """A weight's life: loaded part by part, committed for the kernels to read, exchanged by a swap.
 
 `load -> finalize`: values, or a file's blocks, are written to what is staged in their final form, and `commit` makes
-them the active ones.
+them the active ones. What is staged beside active values lies in the CPU's memory: a GPU's is full of KV pages.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +34,8 @@ class Weight(ABC):
     def staged(self) -> Tensor:
         """Where the next values are written, [*shape]; not initialised."""
         if not isinstance(self._staged, Tensor):
-            self._staged = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            device = torch.device("cpu") if self._committed else self.device
+            self._staged = torch.empty(self.shape, dtype=self.dtype, device=device)
         return self._staged
 
     def commit(self) -> None:
@@ -68,9 +69,7 @@ class PlainWeight(Weight):
 
     def _exchange(self, values: Staged) -> Tensor:
         assert isinstance(values, Tensor)
-        old = self.value.clone()
-        self.value.copy_(values)
-        return old
+        return _exchange(self.value, values)
 
 
 class LinearWeight(Weight):
@@ -94,10 +93,19 @@ class LinearWeight(Weight):
     def _first(self, values: Staged) -> None:
         self.value = values if isinstance(values, PackedWeight) else PackedWeight(values)
 
-    def _exchange(self, values: Staged) -> PackedWeight:
+    def _exchange(self, values: Staged) -> Staged:
+        if isinstance(values, Tensor) and self.device.type != "cpu":
+            return _exchange(self.value.data, values)
         other = values if isinstance(values, PackedWeight) else PackedWeight(values)
         self.value.exchange(other)
         return other
+
+
+def _exchange(value: Tensor, values: Tensor) -> Tensor:
+    """Makes `value` what `values` are, and returns what it was, where `values` lie."""
+    old = value.to(values.device, copy=True)
+    value.copy_(values)
+    return old
 
 
 @dataclass(frozen=True)
