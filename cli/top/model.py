@@ -250,7 +250,9 @@ def _obstacle(replica: SchedulerMetrics) -> str:
         return "paused"
     if replica.running >= replica.max_running > 0:
         return f"all {replica.max_running} places taken"
-    return "KV pool full" if replica.kv_tokens_used >= FULL * replica.kv_tokens_total else ""
+    if replica.kv_tokens_used >= FULL * replica.kv_tokens_total:
+        return "KV pool full"
+    return "prefill busy" if any(request.state == "prefill" for request in replica.requests) else ""
 
 
 def _replica(replica: SchedulerMetrics, now: float) -> Replica:

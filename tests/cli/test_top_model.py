@@ -50,7 +50,8 @@ def test_gauges_and_rates(snapshot: Snapshot) -> None:
 @pytest.mark.parametrize(
     ("fields", "obstacle"),
     [
-        ({}, ""),
+        ({}, "prefill busy"),
+        ({"requests": ()}, ""),
         ({"running": 64}, "all 64 places taken"),
         ({"kv_tokens_used": 9_500}, "KV pool full"),
         ({"state": "paused", "running": 0}, "paused"),

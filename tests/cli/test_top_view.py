@@ -66,7 +66,7 @@ def test_80_by_24(snapshot: Snapshot) -> None:
     words = [" ".join(itertools.takewhile(lambda word: word[0] not in "─█▁", line.split())) for line in lines]
     assert words[:3] == [
         "● ready prod SmolLM2-135M weights v3 up 18m40s data 400ms old",
-        "Load step 50ms",
+        "Load step 50ms ▲ prefill busy",
         "running 3/64",
     ]
     assert words[4:7] == ["prefill 50 tok/s", "decode 100 tok/s", "requests 2.0/s"]
@@ -125,7 +125,8 @@ def test_zoomed_the_requests_have_the_screen(snapshot: Snapshot) -> None:
 
 def test_only_retractions_that_nobody_asked_for_alert(snapshot: Snapshot) -> None:
     calm = msgspec.structs.replace(snapshot.cache, retractions_last_minute=0)
-    text = drawn(msgspec.structs.replace(snapshot, cache=calm), 80, 24)
+    free = msgspec.structs.replace(snapshot.load, obstacle="")
+    text = drawn(msgspec.structs.replace(snapshot, cache=calm, load=free), 80, 24)
     assert "retracted 0/min (4, 12 asked for)" in text
     assert "▲" not in text
 
