@@ -26,6 +26,7 @@ from llmserve.runtime.messages import (
     AbortReqInput,
     AbortReqOutput,
     ContinueGenerationReqInput,
+    ControlReqInput,
     FlushCacheReqInput,
     GetLoadReqInput,
     GetStatusReqInput,
@@ -34,10 +35,11 @@ from llmserve.runtime.messages import (
     PauseGenerationReqInput,
     PingReqInput,
     RpcEnvelope,
+    RpcError,
     SchedulerMetrics,
     UpdateWeightReqInput,
 )
-from llmserve.runtime.wire import Dealer, encode
+from llmserve.runtime.wire import Dealer, decode, encode
 
 PATIENCE_S = 30.0
 """Steps are slow on a machine that has other work."""
@@ -373,41 +375,70 @@ def test_a_ping_takes_under_a_millisecond_and_under_a_step_in_load(operated: Ope
 # ---- clients that ask too much, or do not listen -------------------------------------------------------------------
 
 
+def encode_call(request: ControlReqInput) -> bytes:
+    return encode(RpcEnvelope(protocol=PROTOCOL_VERSION, call_id="flood", timeout_s=10.0, body=encode(request)))
+
+
 def steps_per_second(operated: Operated, seconds: float) -> float:
     first, began = operated.rpc.call(PingReqInput()).step, time.monotonic()
     time.sleep(seconds)
     return (operated.rpc.call(PingReqInput()).step - first) / (time.monotonic() - began)
 
 
-def test_a_flood_of_calls_slows_nobody_down_much(operated: Operated) -> None:
-    """10,000 calls a second, each of which takes longer to answer than a ping; the operator's own are answered too."""
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(encode_call(ListRequestsReqInput()), id="calls"),
+        pytest.param(b"not a pickle", id="garbage"),
+        pytest.param(b"\x80\x05(" + b"]" * 1_000_000 + b"t.", id="a megabyte of empty lists"),
+    ],
+)
+def test_a_flood_slows_nobody_down(operated: Operated, frame: bytes) -> None:
+    """Up to 10,000 frames a second. Windows with and without it come in pairs, as many as it takes for a fair one."""
     answers = operated.start("a", "b")
-    quiet = steps_per_second(operated, 1.5)
-    ended = threading.Event()
+    flooding, ended = threading.Event(), threading.Event()
     sent = 0
 
     def flood() -> None:
         nonlocal sent
         dealer = Dealer(operated.address)
-        envelope = RpcEnvelope(
-            protocol=PROTOCOL_VERSION, call_id="flood", timeout_s=10.0, body=encode(ListRequestsReqInput())
-        )
         while not ended.wait(0.01):
-            sent += sum(dealer.send(envelope) for _ in range(100))
+            if flooding.is_set():
+                sent += sum(dealer._send(frame) for _ in range(100))
             while dealer.recv(0.0) is not None:
                 pass
         dealer.close()
 
     flooder = threading.Thread(target=flood)
     flooder.start()
-    flooded = steps_per_second(operated, 1.5)
+    shares = []
+    while len(shares) < 12 and max(shares, default=0.0) < 0.7:
+        quiet = steps_per_second(operated, 0.4)
+        flooding.set()
+        shares.append(steps_per_second(operated, 0.4) / max(quiet, 1.0))  # none at all where others have the cores
+        flooding.clear()
     ended.set()
     flooder.join()
-    assert sent > 300  # all that it takes: calls wait in the socket for their share of the time
-    assert flooded > quiet / 3
+    assert sent > 50  # all that it takes: frames wait in the socket for their share of the time
+    assert max(shares) >= 0.7
     assert operated.running() == {"a", "b"}
     operated.rpc.call(AbortReqInput(everything=True))
     assert {finish(answer) for answer in answers.values()} == {"abort"}
+
+
+def test_a_caller_of_another_version_is_told_so(operated: Operated, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr("llmserve.runtime.client.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+        with pytest.raises(RpcCallError) as refused:
+            operated.rpc.call(AbortReqInput(everything=True))
+    assert refused.value.exit_code == 76
+    dealer = Dealer(operated.address)
+    dealer.send(RpcEnvelope(protocol=PROTOCOL_VERSION + 1, call_id="new", timeout_s=1.0, body=b"of a later format"))
+    answer = dealer.recv(PATIENCE_S)
+    dealer.close()
+    assert answer is not None
+    assert decode(answer.body, RpcError).code == "protocol"
+    assert operated.rpc.call(PingReqInput()).state == "ready"
 
 
 def test_a_client_that_never_reads_takes_no_memory_and_no_time(operated: Operated) -> None:
