@@ -8,8 +8,6 @@ import contextlib
 import os
 import queue
 import secrets
-import shutil
-import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,8 +17,9 @@ from typing import NamedTuple, cast
 
 from llmserve.cli import format
 from llmserve.cli.rpc import Remote
+from llmserve.cli.top import gpus
 from llmserve.cli.top.keys import Abort, Action, Flush
-from llmserve.cli.top.samples import GpuInfo, Gpus, Link, Recorder, Sample, Status, read
+from llmserve.cli.top.samples import Gpus, Link, Recorder, Sample, Status, read
 from llmserve.runtime.client import RpcCallError
 from llmserve.runtime.instance import InstanceError, InstanceRecord, find_instance
 from llmserve.runtime.messages import (
@@ -159,7 +158,7 @@ class Live(Source):
 
     def start(self) -> None:
         super().start()
-        if shutil.which("nvidia-smi"):
+        if gpus.are_here():
             self._spawn(self._watch_gpus)
 
     def act(self, action: Action) -> None:
@@ -258,9 +257,8 @@ class Live(Source):
 
     def _watch_gpus(self) -> None:
         while not self._ends.is_set():
-            gpus = ask_nvidia_smi()
-            if gpus:
-                self.put(Gpus(time=time.time(), gpus=gpus))
+            if found := gpus.ask_nvidia_smi():
+                self.put(Gpus(time=time.time(), gpus=found))
             self._ends.wait(GPU_S)
 
 
@@ -290,36 +288,3 @@ class Lease:
                         return
                 else:
                     self._ends.wait(RENEW_S)
-
-
-NVIDIA_SMI = (
-    "nvidia-smi",
-    "--query-gpu=index,name,memory.used,memory.total,utilization.gpu",
-    "--format=csv,noheader,nounits",
-)
-
-
-def ask_nvidia_smi() -> tuple[GpuInfo, ...]:
-    """The devices of this machine; none when it cannot be told."""
-    try:
-        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, check=True)
-        return parse_gpus(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return ()
-
-
-def parse_gpus(text: str) -> tuple[GpuInfo, ...]:
-    """What nvidia-smi printed, a device a line; memory comes in MiB. Raises ValueError."""
-    found = []
-    for line in text.splitlines():
-        index, name, used, total, busy = (cell.strip() for cell in line.split(","))
-        found.append(
-            GpuInfo(
-                index=int(index),
-                name=name,
-                used_bytes=int(used) << 20,
-                total_bytes=int(total) << 20,
-                busy_percent=float(busy),
-            )
-        )
-    return tuple(found)

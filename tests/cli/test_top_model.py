@@ -9,11 +9,12 @@ import pytest
 from fake_instance import run
 from top_samples import BOUNDS, SECONDS, START, front, record, samples, scheduler
 
+from llmserve.cli.top.gpus import parse_gpus
 from llmserve.cli.top.latencies import quantiles
 from llmserve.cli.top.model import Model
 from llmserve.cli.top.samples import Link, RecordingError, Sample, read
 from llmserve.cli.top.snapshot import Snapshot
-from llmserve.cli.top.source import Ended, Replay, parse_gpus
+from llmserve.cli.top.source import Ended, Replay
 from llmserve.runtime.messages import Histogram, ProcessInfo, SchedulerMetrics
 
 
