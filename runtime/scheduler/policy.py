@@ -111,6 +111,7 @@ class Policy:
         for request, left in self._candidates(prompts):
             if free <= 0 or not self._divide({**prompts, request: left}, budget)[request]:
                 break
+            # Once more: what those before it have taken is locked now.
             cached, locked = kv.match(request.namespace, request.tokens, request.reusable)
             if self._cached_soon(request, cached):
                 continue
