@@ -246,8 +246,9 @@ class Scheduler:
             self._embeddings.flush()
 
     def _report(self) -> None:
-        """Offers metrics: now and then, when the work ends, and when the state changes. A second after the work it looks
-        whether all is in order.
+        """Offers metrics: now and then, when the work ends, and when the state changes.
+
+        A second after the work has ended it looks whether all is in order.
         """
         now = self.now()
         worked, self._working = self._working, len(self.table) > 0
