@@ -54,9 +54,14 @@ def alone(args: ServerArgs) -> bool:
     return args.tp_size * args.pp_size * args.dp_size == 1
 
 
-def threads_of(args: ServerArgs) -> int:
-    """CPU threads of a rank: --threads, else an equal part of the cores that we may use, and at least one."""
-    return args.threads or max(1, len(os.sched_getaffinity(0)) // len(places(args)))
+def threads_of(args: ServerArgs, steps: int | None = None) -> int:
+    """CPU threads of a rank: --threads, else an equal part of the cores that we may use, and at least one.
+
+    With so few `steps` under way in the replica, the ranks of the stages that wait leave theirs to the others.
+    """
+    stages = max(1, ranks_per_node(args) // args.tp_size)
+    busy = stages if steps is None else min(steps, stages)
+    return args.threads or max(1, len(os.sched_getaffinity(0)) * stages // (len(places(args)) * busy))
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------

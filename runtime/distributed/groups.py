@@ -1,5 +1,6 @@
 """The ranks that one model is split over, and this process's place among them. collectives.py has the collectives."""
 
+import os
 import socket
 from collections import Counter
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from llmserve.runtime.distributed.shared import SharedGroup, share_memory
 BACKLOG = 1024
 RENDEZVOUS_TIMEOUT_S = 600.0
 """For the other ranks to start, on other nodes too, and for the reading of a tensor."""
-SPINS = 2000
-"""Turns of a wait, about 50 us, before it sleeps: what ranks that share a layer mostly wait for each other."""
+SPINS = 300
+"""Turns of a wait, about 10 us, before it sleeps: ranks that share a layer come together twice in it."""
 
 
 class Counts:
@@ -25,9 +26,10 @@ class Counts:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    def add(self, operation: str, nbytes: int) -> None:
-        self.calls[operation] += 1
-        self.bytes[operation] += nbytes
+    def add(self, operation: str, nbytes: int, calls: int = 1) -> None:
+        """So many calls of `nbytes` each."""
+        self.calls[operation] += calls
+        self.bytes[operation] += calls * nbytes
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         return {name: {"calls": self.calls[name], "bytes": self.bytes[name]} for name in sorted(self.calls)}
@@ -93,8 +95,9 @@ def init_topology(
     tp_ranks = [[stage * tp_size + i for i in range(tp_size)] for stage in range(pp_size)]
     pp_ranks = [[stage * tp_size + i for stage in range(pp_size)] for i in range(tp_size)]
     everyone = list(range(world))
+    crowded = world // nodes > len(os.sched_getaffinity(0))  # then whom we wait for may want the core that we spin on
     join = _Join(rank, world // nodes, Counts())
-    tp, pp = join(tp_ranks, timeout, spins=SPINS), join(pp_ranks, timeout)
+    tp, pp = join(tp_ranks, timeout, spins=0 if crowded else SPINS), join(pp_ranks, timeout)
     control, weights = join([everyone], timeout, backend="gloo"), join([everyone], patient)
     updates = weights if device == "cpu" else join([everyone], patient, backend="gloo")
     return Topology(tp, pp, control, weights, updates)

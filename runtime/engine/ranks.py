@@ -50,6 +50,7 @@ from llmserve.runtime.engine.worker import TpModelWorker
 from llmserve.runtime.messages import ProcessInfo
 from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.models.registry import CausalLM
+from llmserve.runtime.ops import native
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ CPU = torch.device("cpu")
 
 class Run(msgspec.Struct, frozen=True, tag=True):
     plan: StepPlan
+    steps: int
+    """Under way with this one: at most one a stage."""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -97,10 +100,18 @@ class Rank(TpModelWorker):
     """This process's part of a model that several ranks hold."""
 
     def __init__(
-        self, model: CausalLM, attention: AttentionBackend, info: WorkerInfo, device: torch.device, topology: Topology
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        info: WorkerInfo,
+        device: torch.device,
+        topology: Topology,
+        threads: Callable[[int], int],
     ) -> None:
+        """`threads`: how many of the CPU's there are for this rank, by the number of steps under way."""
         super().__init__(model, attention, info, device)
         self.topology = topology
+        self._threads = threads
         self.pipe = Pipe(topology, info.hidden_size, model.dtype, device)
         self.draws = self.pipe.last and topology.tp.rank == 0
         """Whether this is the one rank that turns logits into tokens."""
@@ -110,12 +121,15 @@ class Rank(TpModelWorker):
         self._drawing_error: Exception | None = None
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> Outcome | None:
+    def step(self, run: Run) -> Outcome | None:
         """This rank's part of a step; the outcome on the rank that draws.
 
         Raises WorkerDied where it fails: the ranks are no longer in step.
         """
         try:
+            plan = run.plan
+            if self._device.type == "cpu":
+                native.set_threads(self._threads(run.steps))
             batch, starts = make_forward_batch(plan, self.info.page_size, self._device)
             self._attention.plan(batch)
             received = None if self.pipe.first else self.pipe.receive(batch.num_tokens)
@@ -227,7 +241,7 @@ def follow(rank: Rank) -> None:
     while True:
         command = commands.get()
         if isinstance(command, Run):
-            outcome = rank.step(command.plan)
+            outcome = rank.step(command)
             if outcome is not None:
                 send_bytes(msgspec.msgpack.encode(outcome), 0, rank.topology.control, "results")
             continue
@@ -296,10 +310,10 @@ class Leader:
     def submit(self, plan: StepPlan) -> "Future[StepResult]":
         """With one stage the handle is done when this returns, with more when the last one is."""
         handle: Future[StepResult] = Future()
-        self._active.enter()
+        run = Run(plan, self._active.enter())
         try:
-            self.tell(Run(plan))
-            outcome = self.rank.step(plan)
+            self.tell(run)
+            outcome = self.rank.step(run)
         except WorkerDied as error:
             handle.set_exception(error)
             return handle
@@ -367,11 +381,13 @@ class Clock:
         with self._lock:
             return self._total + (time.perf_counter() - self._since if self._count else 0.0)
 
-    def enter(self) -> None:
+    def enter(self) -> int:
+        """How many steps are under way with this one."""
         with self._lock:
             if self._count == 0:
                 self._since = time.perf_counter()
             self._count += 1
+            return self._count
 
     def leave(self) -> None:
         with self._lock:

@@ -1,5 +1,6 @@
 """Makes a worker: device and dtype, the model with its weights, a KV pool that fits, and a warm-up."""
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -40,8 +41,6 @@ def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress, 
     """
     device = choose_device(args, index)
     model, attention, info = build_parts(args, checkpoint, progress, device, Topology())
-    if isinstance(model, Decoder) and isinstance(attention, NativeAttention) and runs_natively(model):
-        model = NativeDecoder(model, attention)
     worker = TpModelWorker(model, attention, info, device)
     worker.swap = ModelSwap(worker, checkpoint)
     warm_up(worker, progress)
@@ -51,7 +50,9 @@ def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress, 
 def create_rank(args: ServerArgs, checkpoint: Checkpoint, progress: Progress, topology: Topology, index: int) -> Rank:
     """The same for a part of a model that several ranks hold, which all call it. Not warmed up: that takes them all."""
     device = choose_device(args, index)
-    return Rank(*build_parts(args, checkpoint, progress, device, topology), device, topology)
+    parts = build_parts(args, checkpoint, progress, device, topology)
+    threads = functools.cache(functools.partial(threads_of, args))
+    return Rank(*parts, device, topology, threads)
 
 
 def warm_up(worker: TpModelWorker | Leader, progress: Progress) -> None:
@@ -109,7 +110,10 @@ def build_parts(
     }
     if device.type == "cpu":
         in_effect["threads"] = threads_of(args)
-    return model, attention, msgspec.structs.replace(info, in_effect=in_effect)
+    info = msgspec.structs.replace(info, in_effect=in_effect)
+    if isinstance(model, Decoder) and isinstance(attention, NativeAttention) and runs_natively(model):
+        return NativeDecoder(model, attention), attention, info
+    return model, attention, info
 
 
 def choose_device(args: ServerArgs, index: int) -> torch.device:

@@ -86,9 +86,14 @@ class RowParallelLinear:
         self.weight = LinearWeight((out_features, columns.count), dtype, device)
         self.bias = PlainWeight((out_features,), dtype, device) if bias else None
 
+    @property
+    def partial_bias(self) -> PlainWeight | None:
+        """What this rank adds to its partial sum: the first one adds the bias for all."""
+        return self.bias if self.group.rank == 0 else None
+
     def __call__(self, x: Tensor) -> Tensor:
         """[T, columns.count] to [T, out_features]."""
-        bias = self.bias.value if self.bias and self.group.rank == 0 else None
+        bias = self.partial_bias.value if self.partial_bias else None
         return all_reduce(linear(x, self.weight.value, bias), self.group)
 
     def slots(self) -> Slots:

@@ -174,6 +174,7 @@ class Decoder:
         self.config = config
         self.dtype = build.dtype
         self.device = build.device
+        self.tp = topology.tp
         self.stage = stage_layers(config.num_layers, topology.pp.rank, topology.pp.size)
         self.num_layers = len(self.stage)
         self.num_kv_heads = split_heads(config.num_kv_heads, config.head_dim, topology.tp).count // config.head_dim

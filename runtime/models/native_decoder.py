@@ -1,6 +1,7 @@
 """A decoder whose step is one call of the native kernels (ops/csrc/decoder.h), with no Python between its operations.
 
-It takes what Decoder built and loaded, in any of its configurations, where one rank on a CPU holds all of it.
+It takes what Decoder built and loaded, in any of its configurations: all of a model, or the part of a rank. Ranks that
+share layers add up their sums within the call, through the memory that they share.
 """
 
 import ctypes
@@ -15,6 +16,8 @@ from llmserve.runtime.layers.weight import Slots
 from llmserve.runtime.models.decoder import Decoder, DecoderLayer
 from llmserve.runtime.ops import PackedWeight, native
 
+SUM_BYTES = 4
+"""Ranks add up float32, whatever the model's dtype."""
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -25,8 +28,8 @@ def runs_natively(decoder: Decoder) -> bool:
         for layer in decoder.layers
         for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
     ]
-    whole = decoder.num_layers == decoder.config.num_layers and decoder.num_kv_heads == decoder.config.num_kv_heads
-    return whole and decoder.dtype in native.DTYPES and all(linear.weight.value.panels for linear in linears)
+    joined = decoder.tp.process_group is None or decoder.tp.shared is not None
+    return joined and decoder.dtype in native.DTYPES and all(linear.weight.value.panels for linear in linears)
 
 
 class NativeDecoder:
@@ -56,14 +59,18 @@ class NativeDecoder:
     ) -> Tensor:
         """As Decoder.forward. `attention` is the backend this was made with, and its plan holds the positions."""
         assert attention is self._attention
-        assert hidden is None
-        out = input_ids.new_empty((input_ids.shape[0], self.config.hidden_size), dtype=self._decoder.dtype)
-        self._kernels.llmserve_decoder_step(
+        out = input_ids.new_empty((input_ids.shape[0], self.config.hidden_size), dtype=self.dtype)
+        failure = self._kernels.llmserve_decoder_step(
             self._handle,
             self._attention.handle,
             input_ids.data_ptr(),
+            None if hidden is None else hidden.data_ptr(),
             out.data_ptr(),
         )
+        if (ranks := self._decoder.tp).shared is not None:
+            ranks.shared.check(failure)
+            sums = 2 * self.num_layers + (hidden is None)
+            ranks.counts.add("all_reduce", out.numel() * SUM_BYTES, sums)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -74,14 +81,16 @@ class NativeDecoder:
 
 
 def _model(decoder: Decoder, attention: NativeAttention) -> native.Model:
-    config, geometry = decoder.config, attention.pool.geometry
-    assert decoder.embedding is not None
-    assert decoder.norm is not None
-    table = decoder.embedding.weight.value
+    config, geometry, ranks = decoder.config, attention.pool.geometry, decoder.tp.shared
+    embedding = decoder.embedding if decoder.stage.start == 0 else None
+    table = embedding.weight.value if embedding else None
     return native.Model(
         embedding=ctypes.addressof(table.descriptor) if isinstance(table, PackedWeight) else None,
-        embedding_rows=None if isinstance(table, PackedWeight) else table.data_ptr(),
+        embedding_rows=table.data_ptr() if isinstance(table, Tensor) else None,
         final_norm=_address(decoder.norm),
+        ranks=ranks.handle if ranks else None,
+        first_token=embedding.rows.start if embedding else 0,
+        token_count=embedding.rows.count if embedding else 0,
         hidden=config.hidden_size,
         heads=attention.num_heads,
         kv_heads=geometry.num_kv_heads,
@@ -123,7 +132,7 @@ def _address(norm: RMSNorm | None) -> int | None:
 
 
 def _linear(layer: ColumnParallelLinear | RowParallelLinear) -> native.Linear:
+    bias = layer.partial_bias if isinstance(layer, RowParallelLinear) else layer.bias
     return native.Linear(
-        weight=ctypes.addressof(layer.weight.value.descriptor),
-        bias=layer.bias.value.data_ptr() if layer.bias else None,
+        weight=ctypes.addressof(layer.weight.value.descriptor), bias=bias.value.data_ptr() if bias else None
     )

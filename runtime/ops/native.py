@@ -68,6 +68,9 @@ class Model(ctypes.Structure):
         ("embedding", c_void_p),
         ("embedding_rows", c_void_p),
         ("final_norm", c_void_p),
+        ("ranks", c_void_p),
+        ("first_token", c_int64),
+        ("token_count", c_int64),
         ("hidden", c_int64),
         ("heads", c_int64),
         ("kv_heads", c_int64),
@@ -156,7 +159,7 @@ _SIGNATURES = {
     "shared_receive": (c_int, [c_void_p, c_int, c_int, c_void_p, c_int64]),
     "decoder_new": (c_void_p, [c_int, POINTER(Model), POINTER(Layer), c_int]),
     "decoder_delete": (None, [c_void_p]),
-    "decoder_step": (None, [c_void_p, c_void_p, c_void_p, c_void_p]),
+    "decoder_step": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
 }
 
 

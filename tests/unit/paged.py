@@ -45,7 +45,7 @@ class Paged:
         if native:
             assert isinstance(model, Decoder)
             assert runs_natively(model)
-            self.attention = NativeAttention(geometry, count * PAGES_A_SEQUENCE, config.num_heads)
+            self.attention = NativeAttention(geometry, count * PAGES_A_SEQUENCE, config.num_heads // model.tp.size)
             self.model = NativeDecoder(model, self.attention)
         else:
             self.attention = ReferenceAttention(geometry, count * PAGES_A_SEQUENCE)

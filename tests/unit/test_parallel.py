@@ -1,10 +1,10 @@
-"""Tensor and pipeline parallelism over gloo: the ranks together compute what one rank computes."""
+"""Tensor and pipeline parallelism: the ranks together compute what one rank computes."""
 
 import multiprocessing
 import traceback
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +22,13 @@ from llmserve.runtime.layers.embedding import split_vocab
 from llmserve.runtime.layers.linear import split_heads, split_rows
 from llmserve.runtime.models.hub import resolve
 from llmserve.runtime.models.registry import build_model
+from llmserve.runtime.ops import native
+
+
+class Split(NamedTuple):
+    tp: int = 1
+    pp: int = 1
+    nodes: int = 1
 
 
 class Staged(Paged):
@@ -40,33 +47,43 @@ class Staged(Paged):
 
 
 def run_rank(
-    rank: int, tp_size: int, pp_size: int, rendezvous: str, directory: str, results: "SimpleQueue[Any]"
+    rank: int, split: Split, native_too: bool, rendezvous: str, directory: str, results: "SimpleQueue[Any]"
 ) -> None:
     try:
         torch.set_num_threads(1)
-        topology = init_topology(rank, tp_size, pp_size, rendezvous, "cpu", timeout_s=20)
+        topology = init_topology(rank, split.tp, split.pp, rendezvous, "cpu", timeout_s=20, nodes=split.nodes)
         checkpoint = resolve(directory)
         model = build_model(checkpoint.config, torch.float32, torch.device("cpu"), topology=topology)
         load_weights(model, checkpoint, lambda done, total: None, topology)
-        ranked = Staged(model)
-        ranked.pipe = Pipe(topology, checkpoint.config.hidden_size, torch.float32, torch.device("cpu"))
-        logits = torch.cat(ranked.run(sequences(998), CHUNKS))
+        logits, counts = [], []
+        for is_native in (False, True) if native_too else (False,):
+            before = topology.counts.snapshot()
+            ranked = Staged(model, native=is_native)
+            ranked.pipe = Pipe(topology, checkpoint.config.hidden_size, torch.float32, torch.device("cpu"))
+            logits.append(torch.cat(ranked.run(sequences(998), CHUNKS)).numpy())
+            counts.append(growth(before, topology.counts.snapshot()))
+        assert all(count == counts[0] for count in counts), f"counted in the same way: {counts}"
         least(0, topology.weights, torch.device("cpu"))  # a stage that ends early takes along what it still sends
-        results.put((rank, weight_bytes(model), logits.numpy()))
+        results.put((rank, weight_bytes(model), logits))
     except Exception:
         results.put((rank, 0, traceback.format_exc()))
 
 
-def run_ranks(tp_size: int, pp_size: int, directory: Path, rendezvous: Path) -> list[tuple[int, Any]]:
-    """(weight bytes, logits) of each rank; a stage that is not the last has hidden states for logits."""
+def growth(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    nothing = {"calls": 0, "bytes": 0}
+    return {name: {key: after[name][key] - before.get(name, nothing)[key] for key in nothing} for name in after}
+
+
+def run_ranks(split: Split, native_too: bool, directory: Path, rendezvous: Path) -> list[tuple[int, Any]]:
+    """(weight bytes, logits of each run) of each rank; a stage that is not the last has hidden states for logits."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
-    arguments = (tp_size, pp_size, f"file://{rendezvous}", str(directory), results)
-    ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(tp_size * pp_size)]
+    arguments = (split, native_too, f"file://{rendezvous}", str(directory), results)
+    ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(split.tp * split.pp)]
     for process in ranks:
         process.start()
     try:
-        found = sorted(results.get() for _ in ranks)
+        found = sorted((results.get() for _ in ranks), key=lambda one: one[0])
         for rank, _, value in found:
             assert not isinstance(value, str), f"rank {rank}: {value}"
         return [(size, value) for _, size, value in found]
@@ -77,26 +94,30 @@ def run_ranks(tp_size: int, pp_size: int, directory: Path, rendezvous: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "tp_size", "pp_size", "overrides"),
+    ("family", "split", "overrides"),
     [
-        ("llama", 2, 2, {"attention_bias": True, "mlp_bias": True}),
-        ("gemma3_text", 2, 2, {"num_key_value_heads": 1}),  # fewer KV heads than ranks; the last stage ties its head
-        ("qwen3", 4, 1, {"vocab_size": 998}),  # each KV head on two ranks; a vocabulary that does not divide
-        ("phi3", 2, 1, {}),
-        ("smollm3", 1, 3, {}),
+        ("llama", Split(tp=2, pp=2), {"attention_bias": True, "mlp_bias": True}),
+        ("llama", Split(tp=2, pp=2, nodes=4), {}),  # over gloo, as all that share no memory
+        ("gemma3_text", Split(tp=2, pp=2), {"num_key_value_heads": 1}),  # fewer KV heads than ranks; a tied head
+        ("qwen3", Split(tp=4), {"vocab_size": 998}),  # each KV head on two ranks; a vocabulary that does not divide
+        ("phi3", Split(tp=2), {}),
+        ("granite", Split(tp=2), {}),  # multipliers
+        ("smollm3", Split(pp=3), {}),
     ],
 )
-def test_ranks_compute_what_one_computes(
-    family: str, tp_size: int, pp_size: int, overrides: dict[str, Any], tmp_path: Path
-) -> None:
+def test_ranks_compute_what_one_computes(family: str, split: Split, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """Layer by layer, and where there are kernels and shared memory in native steps too."""
     make_tiny(tmp_path / "model", family, **overrides)
     single = load(tmp_path / "model")
     expected = torch.cat(Paged(single).run(sequences(998), CHUNKS))
-    ranks = run_ranks(tp_size, pp_size, tmp_path / "model", tmp_path / "rendezvous")
-    for _, logits in ranks[-tp_size:]:
-        torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-4, rtol=0)
+    native_too = native.library() is not None and split.nodes == 1
+    ranks = run_ranks(split, native_too, tmp_path / "model", tmp_path / "rendezvous")
+    for _, runs in ranks[-split.tp :]:
+        assert len(runs) == 1 + native_too
+        for logits in runs:
+            torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-4, rtol=0)
     config = single.config
-    tied_twice = config.vocab_size * config.hidden_size * 4 if config.tie_word_embeddings and pp_size > 1 else 0
+    tied_twice = config.vocab_size * config.hidden_size * 4 if config.tie_word_embeddings and split.pp > 1 else 0
     once = weight_bytes(single) + tied_twice  # the first and the last stage both have a tied embedding
     assert once <= sum(size for size, _ in ranks) < 1.15 * once, "only norms and shared KV heads are there twice"
 

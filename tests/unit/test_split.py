@@ -89,6 +89,19 @@ def test_ranks_are_laid_out_stage_by_stage_over_nodes() -> None:
     assert ranks.places(args(dp_size=2, pp_size=2)) == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
 
 
+def test_stages_that_wait_leave_their_cores_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.os, "sched_getaffinity", lambda pid: set(range(8)))
+    four = args(pp_size=4)
+    assert [ranks.threads_of(four, steps) for steps in (1, 2, 3, 4, 5)] == [8, 4, 2, 2, 2]
+    assert ranks.threads_of(args(tp_size=2, pp_size=2), 1) == 4
+    assert ranks.threads_of(args(pp_size=2, dp_size=2), 1) == 4, "the other replica has its own"
+    assert ranks.threads_of(args(pp_size=2, threads=1), 1) == 1
+    one_stage_here = args(tp_size=2, pp_size=2, nnodes=2, dist_init_addr="h:1")
+    assert ranks.threads_of(one_stage_here, 1) == ranks.threads_of(one_stage_here, 2) == 4
+    half_a_stage_here = args(tp_size=2, nnodes=2, dist_init_addr="h:1")
+    assert ranks.threads_of(half_a_stage_here, 1) == 8
+
+
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.os, "sched_getaffinity", lambda pid: set(range(8)))
     assert ranks.threads_of(args()) == 8

@@ -52,9 +52,7 @@ class Walk {
 
 class Crew {
   public:
-    explicit Crew(int threads) : size(std::clamp(threads, 1, kMostThreads)) {
-        for (int worker = 1; worker < size; ++worker) helpers_.emplace_back([this, worker] { help(worker); });
-    }
+    explicit Crew(int threads) { resize(threads); }
 
     ~Crew() {
         closing_ = true;
@@ -63,9 +61,19 @@ class Crew {
         for (auto& helper : helpers_) helper.join();
     }
 
+    // So many threads from the next job on. Those that are not needed sleep.
+    void resize(int threads) {
+        size_ = std::clamp(threads, 1, kMostThreads);
+        for (int worker = static_cast<int>(helpers_.size()) + 1; worker < size_; ++worker) {
+            helpers_.emplace_back([this, worker] { help(worker); });
+        }
+    }
+
+    int size() const { return size_; }
+
     // Runs body(walk) on this thread and on at most `threads - 1` helpers; it may have `max_phases` phases.
     void run(int threads, int max_phases, const std::function<void(Walk&)>& body) {
-        threads_ = std::min(threads, size);
+        threads_ = std::min(threads, size_);
         if (static_cast<int>(marks_.size()) < max_phases) marks_ = std::vector<Mark>(max_phases);
         for (int i = 0; i < max_phases; ++i) marks_[i].reset(threads_);
         body_ = &body;
@@ -80,8 +88,6 @@ class Crew {
         int turns = 0;
         while (inside_ != 0) wait_a_little(turns);
     }
-
-    const int size;
 
   private:
     friend class Walk;
@@ -131,6 +137,7 @@ class Crew {
 
     static constexpr int kIdleTurns = 2000;  // about 50 us: the time between two steps, mostly
 
+    int size_ = 1;
     std::vector<Mark> marks_;
     std::vector<std::thread> helpers_;
     const std::function<void(Walk&)>* body_ = nullptr;

@@ -1,5 +1,5 @@
-// A whole step of a decoder: embedding, layers, final norm. The residual stream is kept in float; what the matrix
-// products read is in the model's type.
+// A whole step of a decoder, or of one rank's part of it: embedding, layers, final norm. The residual stream is kept in
+// float; what the matrix products read is in the model's type.
 #pragma once
 
 #include <vector>
@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "plan.h"
 #include "rows.h"
+#include "shared_group.h"
 
 namespace llmserve {
 
@@ -33,7 +34,9 @@ struct LayerDesc {
 struct ModelDesc {
     const Weight* embedding;     // the head's weight too, or null
     const void* embedding_rows;  // else the table [vocabulary, hidden]
-    const float* final_norm;
+    const float* final_norm;     // null on all pipeline stages but the last
+    SharedGroup* ranks;          // that hold slices of the layers, of which this one is one; or null
+    int64_t first_token, token_count;  // the slice of the vocabulary that the embedding has
     int64_t hidden, heads, kv_heads, head_dim, page_size;
     int64_t norm_heads;  // query_norm and key_norm are over a head, not over all heads together
     int64_t activation;
@@ -43,7 +46,7 @@ struct ModelDesc {
 class AnyDecoder {
   public:
     virtual ~AnyDecoder() = default;
-    virtual void step(Crew& crew, const Plan& plan, const int64_t* input_ids, void* hidden) = 0;
+    virtual int step(Crew& crew, const Plan& plan, const int64_t* input_ids, const void* before, void* after) = 0;
 };
 
 template <class T>
@@ -54,33 +57,67 @@ class Decoder : public AnyDecoder {
         qkv_width_ = (model.heads + 2 * model.kv_heads) * model.head_dim;
     }
 
-    // input_ids [T] to the final, normed hidden states [T, hidden].
-    void step(Crew& crew, const Plan& plan, const int64_t* input_ids, void* hidden) override {
-        reserve(plan.batch.tokens);
-        plan.reserve(memory_, crew.size, static_cast<int>(model_.head_dim));
-        const int phases = 2 + 11 * static_cast<int>(layers_.size());
-        crew.run(crew.size, phases, [&](Walk& walk) {
-            embed(walk, plan.batch.tokens, input_ids);
+    // input_ids [T], or the hidden states [T, hidden] `before` this stage, to those `after` it, which the last one norms.
+    // Returns 0, or what SharedGroup says when a rank is lost; there is nothing after it then.
+    int step(Crew& crew, const Plan& plan, const int64_t* input_ids, const void* before, void* after) override {
+        const int tokens = plan.batch.tokens;
+        reserve(tokens);
+        plan.reserve(memory_, crew.size(), static_cast<int>(model_.head_dim));
+        failure_ = 0;
+        const int phases = 3 + 13 * static_cast<int>(layers_.size());
+        crew.run(crew.size(), phases, [&](Walk& walk) {
+            if (before) {
+                rows_phase(walk, tokens, [&](int64_t t) { copy_row(row(before, t), stream(t)); });
+            } else {
+                rows_phase(walk, tokens, [&](int64_t t) { embed(input_ids[t] - model_.first_token, stream(t)); });
+                add_up(walk, stream_, tokens);
+            }
             for (size_t i = 0; i < layers_.size(); ++i) layer(walk, plan, i);
-            rows_phase(walk, plan.batch.tokens, [&](int64_t t) {
-                rms_norm(stream(t), static_cast<T*>(hidden) + t * model_.hidden, model_.final_norm, model_.hidden,
-                         model_.eps);
-            });
+            rows_phase(walk, tokens, [&](int64_t t) { leave(stream(t), row(after, t)); });
         });
+        return failure_;
     }
 
   private:
-    void embed(Walk& walk, int tokens, const int64_t* input_ids) {
-        const T* rows = static_cast<const T*>(model_.embedding_rows);
-        rows_phase(walk, tokens, [&](int64_t t) {
-            float* to = stream(t);
-            if (model_.embedding) {
-                model_.embedding->template read_row<T>(input_ids[t], to);
-            } else {
-                for (int64_t i = 0; i < model_.hidden; ++i) to[i] = to_float(rows[input_ids[t] * model_.hidden + i]);
-            }
-            for (int64_t i = 0; i < model_.hidden; ++i) to[i] *= model_.embedding_multiplier;
+    T* row(void* rows, int64_t t) const { return static_cast<T*>(rows) + t * model_.hidden; }
+    const T* row(const void* rows, int64_t t) const { return static_cast<const T*>(rows) + t * model_.hidden; }
+
+    // Nothing where another rank has the token.
+    void embed(int64_t token, float* to) const {
+        if (token < 0 || token >= model_.token_count) {
+            std::fill_n(to, model_.hidden, 0.0f);
+            return;
+        }
+        if (model_.embedding) {
+            model_.embedding->template read_row<T>(token, to);
+        } else {
+            copy_row(row(model_.embedding_rows, token), to);
+        }
+        for (int64_t i = 0; i < model_.hidden; ++i) to[i] *= model_.embedding_multiplier;
+    }
+
+    void leave(const float* stream, T* to) const {
+        if (model_.final_norm) {
+            rms_norm(stream, to, model_.final_norm, model_.hidden, model_.eps);
+        } else {
+            copy_row(stream, to);
+        }
+    }
+
+    // rows = their sum over the ranks.
+    void add_up(Walk& walk, Buffer<float>& rows, int tokens) {
+        if (!model_.ranks) return;
+        walk.phase(1, [&](int) {
+            if (!failure_) failure_ = model_.ranks->all_reduce(rows.data(), tokens * model_.hidden);
         });
+    }
+
+    template <class From, class To>
+    void copy_row(const From* from, To* to) const {
+        for (int64_t i = 0; i < model_.hidden; i += kLanes) {
+            const __mmask16 lanes = first_lanes(static_cast<int>(model_.hidden - i));
+            store(to + i, load(from + i, lanes), lanes);
+        }
     }
 
     void layer(Walk& walk, const Plan& plan, size_t index) {
@@ -126,10 +163,7 @@ class Decoder : public AnyDecoder {
         if (norm) {
             rms_norm(stream(t), to, norm, model_.hidden, model_.eps);
         } else {
-            for (int64_t i = 0; i < model_.hidden; i += kLanes) {
-                const __mmask16 lanes = first_lanes(model_.hidden - i);
-                store(to + i, load(stream(t) + i, lanes), lanes);
-            }
+            copy_row(stream(t), to);
         }
     }
 
@@ -155,20 +189,21 @@ class Decoder : public AnyDecoder {
         }
     }
 
-    // stream += residual_multiplier * norm(x W^T + bias).
+    // stream += residual_multiplier * norm(x W^T + bias), where the product is the sum of the ranks'.
     void project(Walk& walk, const T* x, int tokens, const LinearDesc& linear, const float* norm,
                  const Following& following) {
-        const float multiplier = norm ? 1.0f : model_.residual_multiplier;
+        const bool direct = !norm && !model_.ranks;
+        const float multiplier = direct ? model_.residual_multiplier : 1.0f;
         multiply_rows<T>(walk, x, linear.weight->inputs, tokens, *linear.weight, following,
                          [&](int row, int column, const __m512(&sums)[4]) {
-                             float* to = (norm ? delta_.data() : stream_.data()) + row * model_.hidden;
-                             accumulate(to, column, sums, static_cast<const T*>(linear.bias), multiplier,
-                                        norm == nullptr);
+                             float* to = (direct ? stream_.data() : delta_.data()) + row * model_.hidden;
+                             accumulate(to, column, sums, static_cast<const T*>(linear.bias), multiplier, direct);
                          });
-        if (!norm) return;
+        if (direct) return;
+        add_up(walk, delta_, tokens);
         rows_phase(walk, tokens, [&](int64_t t) {
             float* delta = delta_.data() + t * model_.hidden;
-            rms_norm(delta, delta, norm, model_.hidden, model_.eps);
+            if (norm) rms_norm(delta, delta, norm, model_.hidden, model_.eps);
             for (int64_t i = 0; i < model_.hidden; ++i) stream(t)[i] += delta[i] * model_.residual_multiplier;
         });
     }
@@ -231,6 +266,7 @@ class Decoder : public AnyDecoder {
     Buffer<float> stream_, delta_;
     Buffer<T> normed_, qkv_, attended_, gated_, gate_up_;
     AttentionMemory<T> memory_;
+    int failure_ = 0;
 };
 
 }  // namespace llmserve

@@ -30,7 +30,7 @@ template <class Row>
 void for_rows(int64_t rows, int64_t numbers_a_row, Row&& row) {
     const int64_t a_task = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, numbers_a_row));
     const int tasks = static_cast<int>((rows + a_task - 1) / a_task);
-    crew->run(tasks > 1 ? crew->size : 1, 1, [&](Walk& walk) {
+    crew->run(tasks > 1 ? crew->size() : 1, 1, [&](Walk& walk) {
         walk.phase(tasks, [&](int task) {
             for (int64_t r = task * a_task; r < std::min(rows, (task + 1) * a_task); ++r) row(r);
         });
@@ -57,7 +57,7 @@ struct Handle {
 extern "C" {
 
 void llmserve_set_threads(int threads) {
-    if (crew && crew->size == threads && crew_process == getpid()) return;
+    if (crew && crew_process == getpid()) return crew->resize(threads);
     if (crew && crew_process != getpid()) crew.release();  // its threads are not in a forked process: nothing to join
     crew = std::make_unique<Crew>(threads);
     crew_process = getpid();
@@ -126,7 +126,7 @@ void llmserve_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, c
     with_type(dtype, [&](auto number) {
         using T = decltype(number);
         const int64_t outputs = weight->outputs;
-        crew->run(crew->size, 1, [&](Walk& walk) {
+        crew->run(crew->size(), 1, [&](Walk& walk) {
             multiply_rows<T>(walk, static_cast<const T*>(x), x_stride, static_cast<int>(rows), *weight, {},
                              [&](int row, int column, const __m512(&sums)[4]) {
                                  const T* b = static_cast<const T*>(bias);
@@ -215,7 +215,7 @@ void llmserve_plan_delete(Handle* handle) { delete handle; }
 // What the batch points to must stay until the next plan.
 void llmserve_plan_make(Handle* handle, const Batch* batch, int sequences, const int32_t* query_start,
                         const int32_t* seq_lens, int kv_heads, int group) {
-    handle->plan.make(*batch, sequences, query_start, seq_lens, kv_heads, group, crew->size);
+    handle->plan.make(*batch, sequences, query_start, seq_lens, kv_heads, group, crew->size());
 }
 
 struct AttentionCall {
@@ -236,8 +236,8 @@ void llmserve_attention(int dtype, Handle* handle, const AttentionCall* call) {
                              call->page_size};
         const Attention<T> attention(pages, plan.batch, call->spec, call->heads);
         AttentionMemory<T>& memory = handle->memory<T>();
-        plan.reserve(memory, crew->size, d);
-        crew->run(crew->size, 2, [&](Walk& walk) {
+        plan.reserve(memory, crew->size(), d);
+        crew->run(crew->size(), 2, [&](Walk& walk) {
             walk.phase((plan.batch.tokens + 7) / 8, [&](int task) {
                 for (int t = task * 8; t < std::min(plan.batch.tokens, task * 8 + 8); ++t) {
                     for (int h = 0; h < call->kv_heads; ++h) {
@@ -293,8 +293,9 @@ AnyDecoder* llmserve_decoder_new(int dtype, const ModelDesc* model, const LayerD
 
 void llmserve_decoder_delete(AnyDecoder* decoder) { delete decoder; }
 
-void llmserve_decoder_step(AnyDecoder* decoder, const Handle* handle, const int64_t* input_ids, void* hidden) {
-    decoder->step(*crew, handle->plan, input_ids, hidden);
+int llmserve_decoder_step(AnyDecoder* decoder, const Handle* handle, const int64_t* input_ids, const void* before,
+                          void* after) {
+    return decoder->step(*crew, handle->plan, input_ids, before, after);
 }
 
 }  // extern "C"
