@@ -125,7 +125,7 @@ def visible_devices() -> int:
 
 
 def rendezvous(args: ServerArgs, directory: str, dp_rank: int) -> str:
-    """Where the ranks of a replica find each other, as torch.distributed's init_method.
+    """Where the ranks of a replica find each other: see make_store in distributed/groups.py.
 
     On one node a file in the instance's private directory: no port that another launch could take. --nccl-port asks for
     a port of the loopback interface instead, and several nodes meet at --dist-init-addr.
@@ -134,7 +134,7 @@ def rendezvous(args: ServerArgs, directory: str, dp_rank: int) -> str:
         host, port = init_address(args)
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     if args.nccl_port is not None:
-        return f"tcp://127.0.0.1:{args.nccl_port + dp_rank}"
+        return f"tcp://127.0.0.1:{args.nccl_port + dp_rank}{directory}"
     return f"file://{directory}/ranks-{dp_rank}"
 
 
@@ -158,8 +158,8 @@ def check_ports(args: ServerArgs) -> None:
             socket.create_server((host, port + offset), family=family).close()
         except OSError as error:
             raise ConfigError(
-                f"the ranks cannot meet at {host} port {port + offset}: {error.strerror}; choose another port, or on "
-                "one node none at all"
+                f"the ranks cannot meet at {host} port {port + offset}: {os.strerror(error.errno or 0)}; "
+                "choose another port, or on one node none at all"
             ) from None
 
 

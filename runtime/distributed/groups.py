@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from llmserve.runtime.distributed.shared import SharedGroup, share_memory
 
@@ -106,17 +106,19 @@ def init_topology(
 def make_store(where: str, rank: int, world: int) -> Store:
     """Where ranks find each other: file://PATH, or tcp://HOST:PORT, where rank 0 listens on that address alone.
 
-    Raises OSError when rank 0 cannot.
+    With tcp://HOST:PORT/NAME they do not see those of another launch, with another name, that come to the same port.
+    Raises OSError when rank 0 cannot listen.
     """
     kind, _, place = where.partition("://")
     if kind == "file":
         return FileStore(place, world)
-    host, _, port = place.rpartition(":")
+    address, _, name = place.partition("/")
+    host, _, port = address.rpartition(":")
     host, listener = host.strip("[]"), -1
     if rank == 0:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, int(port)), family=family, backlog=BACKLOG).detach()
-    return TCPStore(
+    store = TCPStore(
         host,
         int(port),
         world,
@@ -125,6 +127,7 @@ def make_store(where: str, rank: int, world: int) -> Store:
         master_listen_fd=listener if rank == 0 else None,
         use_libuv=False,  # which would listen on every interface
     )
+    return PrefixStore(name, store) if name else store
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,9 @@ def run(init: ChildInit, report: Reporter) -> None:
 def run_rank(init: ChildInit, report: Reporter, index: int) -> None:
     """One of several ranks: serves on the first, follows on the others. `index` is its number on this machine."""
     args = init.args
-    topology = join(init, choose_device(args, index))
+    topology = Topology()
     try:
+        topology = join(init, choose_device(args, index))
         rank = create_rank(args, init.checkpoint, report.progress, topology, index)
         if topology.control.rank > 0:
             report.ready(weight_bytes=rank.info.weight_bytes)
@@ -104,7 +105,8 @@ def join(init: ChildInit, device: torch.device) -> Topology:
     try:
         topology = init_topology(rank, args.tp_size, args.pp_size, where, device.type, timeout_s, args.nnodes)
     except OSError as error:
-        raise ConfigError(f"the ranks cannot meet at {where}: {error.strerror}; choose another port") from error
+        address, fault = where.split("/")[2], os.strerror(error.errno or 0)
+        raise ConfigError(f"the ranks cannot meet at {address}: {fault}; choose another port") from error
     if args.nnodes > 1:
         shared = msgspec.json.encode([init.checkpoint.config, *(getattr(args, name) for name in SHARED_OPTIONS)])
         digest = hashlib.blake2b(shared, digest_size=7).digest()

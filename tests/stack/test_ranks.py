@@ -1,10 +1,13 @@
 """Real instances of several ranks and replicas: what operators see and do, and what happens when a rank dies."""
 
+import contextlib
 import json
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from loads import OpenRequest, load
 
 from checkpoints import make_tiny
 from instances import FOREVER, RunningInstance, assert_gone, launched, run_cli, start, wait_until
+from llmserve.runtime.client import RpcCallError, RpcClient
+from llmserve.runtime.messages import GetLoadReqInput
 
 RANKS = ("--threads", "1", "--dtype", "float32")
 
@@ -132,10 +137,12 @@ def test_operators_do_on_four_ranks_what_they_do_on_one(
     assert text(split, "Tell me") == before
 
 
+@pytest.mark.parametrize("kind", ["split", "replicated"])
 def test_a_corrupt_checkpoint_leaves_the_old_weights_on_all_ranks(
-    split: RunningInstance, other_weights: Path, tmp_path: Path
+    kind: str, request: pytest.FixtureRequest, other_weights: Path, long_model: Path, tmp_path: Path
 ) -> None:
-    before = text(split, "Tell me more")
+    instance: RunningInstance = request.getfixturevalue(kind)
+    before = text(instance, "Tell me more")
     corrupt = tmp_path / "corrupt"
     corrupt.mkdir()
     for path in other_weights.iterdir():
@@ -144,11 +151,13 @@ def test_a_corrupt_checkpoint_leaves_the_old_weights_on_all_ranks(
     data = bytearray(weights.read_bytes())
     data[-400:] = b"\xff" * 400  # NaNs, in the last tensor
     weights.write_bytes(data)
-    assert "not finite" in cli_json(split, "update-weights", str(corrupt), code=1)
-    assert text(split, "Tell me more") == before
-    (good,) = cli_json(split, "update-weights", str(other_weights))
-    assert good["bytes"] > 0, "ranks that have given up once take the next ones"
-    assert text(split, "Tell me more") != before
+    assert "not finite" in cli_json(instance, "update-weights", str(corrupt), code=1)
+    assert text(instance, "Tell me more") == before
+    good = cli_json(instance, "update-weights", str(other_weights))
+    assert all(each["bytes"] > 0 for each in good), "ranks that have given up once take the next ones"
+    assert text(instance, "Tell me more") != before
+    cli_json(instance, "update-weights", str(long_model))
+    assert text(instance, "Tell me more") == before
 
 
 # ---- replicas ------------------------------------------------------------------------------------------------------
@@ -186,7 +195,8 @@ def test_an_update_reaches_all_replicas_or_none(
     both = ["One", "Two"]
     before = [text(replicated, prompt) for prompt in both]
     answers = cli_json(replicated, "update-weights", str(other_weights))
-    assert [each["new_version"] for each in answers] == [2, 2]
+    version = answers[0]["new_version"]
+    assert [each["new_version"] for each in answers] == [version, version]
     updated = [text(replicated, prompt) for prompt in both]
     assert updated != before
     second = psutil.Process(ranks_of(replicated)[1]["pid"])
@@ -199,12 +209,12 @@ def test_an_update_reaches_all_replicas_or_none(
     finally:
         second.resume()
     wait_until(lambda: [r["state"] for r in cli_json(replicated, "status")["replicas"]] == ["ready"] * 2, 10, "ready")
-    assert [r["weight_version"] for r in cli_json(replicated, "status")["replicas"]] == [2, 2]
+    assert [r["weight_version"] for r in cli_json(replicated, "status")["replicas"]] == [version, version]
     assert [text(replicated, prompt) for prompt in both] == updated
     over_http = httpx.post(
         f"{replicated.url}/update_weights_from_disk", json={"model_path": str(long_model)}, timeout=30
     )
-    assert [each["new_version"] for each in over_http.json()["replicas"]] == [3, 3], over_http.text
+    assert [each["new_version"] for each in over_http.json()["replicas"]] == [version + 1, version + 1], over_http.text
     assert [text(replicated, prompt) for prompt in both] == before
 
 
@@ -247,16 +257,16 @@ def test_a_killed_rank_ends_the_instance(own_root: Path, long_model: Path, name:
         assert name in instance.log_text().splitlines()[-1]
 
 
-def test_a_rank_killed_while_loading_ends_the_launch(own_root: Path, long_model: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_while_loading_ends_the_launch(own_root: Path, long_model: Path, rank: int) -> None:
     """Line 16."""
     instance = start(own_root, "one", str(long_model), "--tp-size", "2", *RANKS)
     wait_until(lambda: len(psutil.Process(instance.process.pid).children()) == 3, 10, "the children's start")
-    first, second = rank_process(instance, "scheduler-dp0-pp0-tp0"), rank_process(instance, "scheduler-dp0-pp0-tp1")
     processes = instance.processes()
-    first.suspend()  # so that they are still loading
-    second.send_signal(signal.SIGKILL)
+    rank_process(instance, f"scheduler-dp0-pp0-tp{1 - rank}").suspend()  # so that they are still loading
+    rank_process(instance, f"scheduler-dp0-pp0-tp{rank}").send_signal(signal.SIGKILL)
     assert instance.wait_ended(5) == 1
-    assert "scheduler-dp0-pp0-tp1" in instance.log_text().splitlines()[-1]
+    assert f"scheduler-dp0-pp0-tp{rank}" in instance.log_text().splitlines()[-1]
     assert_gone(processes, 1)
 
 
@@ -277,6 +287,68 @@ def test_a_dead_replica_takes_only_its_own_requests(own_root: Path, long_model: 
         rank_process(instance, "scheduler-dp0-pp0-tp0").kill()
         assert instance.wait_ended(5) == 1
         assert_gone(processes, 1)
+
+
+def test_a_rank_killed_during_an_update_leaves_the_old_weights_on_the_others(
+    own_root: Path, long_model: Path, other_weights: Path
+) -> None:
+    options = (str(long_model), "--dp-size", "2", "--tp-size", "2", *RANKS)
+    with launched(own_root, "twins", *options) as instance:
+        before = text(instance, "Tell me")
+        rank = rank_process(instance, "scheduler-dp1-pp0-tp1")
+        rank.suspend()  # so that its replica is still reading when the other one waits for the word
+        with ThreadPoolExecutor() as threads:
+            arguments = ("update-weights", str(other_weights), "--instance", "twins", "--timeout", "20")
+            updating = threads.submit(run_cli, own_root, *arguments)
+            wait_until(lambda: "paused" in states(instance), 20, "that one replica has prepared itself")
+            rank.kill()
+            assert updating.result(20).returncode != 0
+        wait_until(lambda: states(instance) == ["ready"], 5, "the replica that is left")
+        (left,) = cli_json(instance, "status")["replicas"]
+        assert left["weight_version"] == 1
+        assert text(instance, "Tell me") == before
+
+
+def states(instance: RunningInstance) -> list[str]:
+    """Of the replicas that answer."""
+    found = []
+    for address in instance.record["rpc_addresses"]:
+        with contextlib.suppress(RpcCallError), RpcClient(address, timeout_s=2) as client:
+            found.append(client.call(GetLoadReqInput()).state)
+    return found
+
+
+def test_two_launches_at_once_never_meet(own_root: Path, long_model: Path) -> None:
+    """Each has its own place where its ranks meet; where both are told the same port, one is refused."""
+    options = (str(long_model), "--tp-size", "2", *RANKS)
+    instances = [start(own_root, name, *options) for name in ("one", "two")]
+    try:
+        for instance in instances:
+            instance.wait_ready()
+        assert text(instances[0], "Tell me") == text(instances[1], "Tell me")
+        assert not {rank["pid"] for rank in ranks_of(instances[0])} & {rank["pid"] for rank in ranks_of(instances[1])}
+    finally:
+        for instance in instances:
+            instance.stop()
+    port = str(free_port())
+    instances = [start(own_root, name, *options, "--nccl-port", port) for name in ("one", "two")]
+    try:
+        wait_until(lambda: any(each.process.poll() is not None for each in instances), 30, "the end of one")
+        refused, other = sorted(instances, key=lambda each: each.process.poll() is None)
+        assert refused.wait_ended(1) == 78
+        assert re.search(
+            f"[ :]{port}: Address already in use; choose another port", refused.log_text().splitlines()[-1]
+        )
+        other.wait_ready()
+        assert text(other, "Tell me")
+    finally:
+        for instance in instances:
+            instance.stop()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def test_a_rank_that_stands_still_ends_its_replica_alone(own_root: Path, long_model: Path) -> None:

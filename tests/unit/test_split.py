@@ -9,6 +9,7 @@ import pytest
 from checkpoints import make_tiny
 from llmserve.runtime import ranks
 from llmserve.runtime.config import ConfigError, ServerArgs
+from llmserve.runtime.distributed.groups import make_store
 from llmserve.runtime.models.configs import ModelConfig
 from llmserve.runtime.models.hub import resolve
 
@@ -112,11 +113,20 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_ranks_meet() -> None:
     assert ranks.rendezvous(args(tp_size=2), "/run/x", 1) == "file:///run/x/ranks-1"
-    assert ranks.rendezvous(args(tp_size=2, nccl_port=4000, dp_size=2), "/run/x", 1) == "tcp://127.0.0.1:4001"
+    assert ranks.rendezvous(args(tp_size=2, nccl_port=4000, dp_size=2), "/run/x", 1) == "tcp://127.0.0.1:4001/run/x"
     nodes = {"tp_size": 2, "nnodes": 2}
     assert ranks.rendezvous(args(**nodes, dist_init_addr="h:5"), "/run/x", 0) == "tcp://h:5"
     assert ranks.rendezvous(args(**nodes, dist_init_addr="h", nccl_port=6), "/run/x", 0) == "tcp://h:6"
     assert ranks.rendezvous(args(**nodes, dist_init_addr="[::1]:5"), "/run/x", 0) == "tcp://[::1]:5"
+
+
+def test_ranks_of_another_launch_that_come_to_the_same_port_are_not_met() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first = make_store(f"tcp://127.0.0.1:{port}/run/one", 0, 1)
+    first.set("key", "value")
+    assert make_store(f"tcp://127.0.0.1:{port}/run/one", 1, 1).check(["key"])
+    assert not make_store(f"tcp://127.0.0.1:{port}/run/two", 1, 1).check(["key"])
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
