@@ -45,7 +45,7 @@ def pause(
     yes: YesOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Stop generating until `llmserve resume`; requests are still accepted and wait.
+    """Stop generating until `llmserve resume` or `llmserve stop`; requests are still accepted and wait.
 
     With retract it answers after the current step, and requests are computed again when they go on. Aborting asks first
     on a terminal, and needs --yes off it. An instance that drains cannot be paused (exit status 75).

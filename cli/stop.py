@@ -36,8 +36,8 @@ def stop(
 ) -> None:
     """Drain an instance and end it.
 
-    It refuses new requests at once, finishes what is in flight within its --drain-timeout, and ends. With --now it does
-    not wait for them.
+    It refuses new requests at once, finishes what is in flight within its --drain-timeout, and ends; if it is paused,
+    it goes on for that. With --now it does not wait for them.
     """
     console = console_of(ctx)
     record = find_instance(instance)
@@ -96,5 +96,4 @@ def wait_drained(console: Console, record: InstanceRecord, process: int, limit: 
             load = ask_load(record)
             if load is not None:
                 left = plural(load.running + load.waiting, "request")
-                held = f", but it is paused: `llmserve resume -i {record.name}`" if load.state == "paused" else ""
-                status.update(f"draining {record.name}: {left} left{held}")
+                status.update(f"draining {record.name}: {left} left")

@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 WATCHDOG_TICKS = 10
 STACKS_WAIT_S = 0.5
+RESUME_EVERY_S = 0.5
+"""During a drain: a pause is seen in the metrics, and one that an update of the weights needs is over soon."""
 
 
 class LaunchError(Exception):
@@ -309,14 +311,21 @@ class Stack:
     # ---- end -------------------------------------------------------------------------------------------------------
 
     async def drain(self) -> int:
-        """Refuses new requests, waits up to drain_timeout for those in flight, and returns how many are left."""
+        """Refuses new requests, waits up to drain_timeout for those in flight, and returns how many are left.
+
+        A pause ends with it: nothing could end otherwise, and nobody is there to resume what a supervisor stops.
+        """
         timeout = self.args.drain_timeout
         log.info("draining timeout_s=%g in_flight=%d", timeout, self.tokenizer_manager.in_flight)
         self.observer.draining(self.tokenizer_manager.in_flight)
         self.tokenizer_manager.drain()
         self.instance.update(state="draining")
         deadline = time.monotonic() + timeout
+        resume_at = 0.0
         while self.tokenizer_manager.in_flight and time.monotonic() < deadline:
+            if time.monotonic() >= resume_at:
+                self.tokenizer_manager.resume_paused()
+                resume_at = time.monotonic() + RESUME_EVERY_S
             await asyncio.sleep(0.05)
         return self.tokenizer_manager.in_flight
 

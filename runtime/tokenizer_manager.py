@@ -28,6 +28,7 @@ from llmserve.runtime.messages import (
     BatchEmbeddingOutput,
     BatchStrOutput,
     BatchTokenIDOutput,
+    ContinueGenerationReqInput,
     EmbeddingReqInput,
     EmbeddingRow,
     FinishReason,
@@ -148,6 +149,13 @@ class TokenizerManager:
         self._drains_with_scheduler = False
         if self.state != "dead":
             self.state = "draining"
+
+    def resume_paused(self) -> None:
+        """Has the schedulers go on that an operator has paused: what they hold could not end."""
+        for replica, metrics in self.schedulers.metrics.items():
+            if metrics.state == "paused":
+                log.info("ending the pause, so that requests can end dp_rank=%d", replica)
+                self._push_out(ContinueGenerationReqInput(), replica)
 
     def fail(self, reason: str) -> None:
         """The stack cannot go on: ends every request with 503 and refuses new ones. Safe to repeat."""

@@ -13,6 +13,8 @@ import pytest
 from loads import load, load_for
 
 from instances import FOREVER, RunningInstance, assert_gone, launched, start, wait_until
+from llmserve.runtime.client import RpcClient
+from llmserve.runtime.messages import PauseGenerationReqInput
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
@@ -109,6 +111,20 @@ def test_sigterm_refuses_new_work_and_finishes_the_old(own_root: Path, long_mode
         assert instance.wait_ended(3) == 0
         assert_gone(processes, 1)
         assert not instance.directory.exists()
+
+
+def test_a_paused_instance_goes_on_when_it_is_to_end(own_root: Path, long_model: Path) -> None:
+    """What it holds ends well, long before the drain timeout, though nobody resumes it."""
+    options = (str(long_model), "--drain-timeout", "60")
+    with launched(own_root, "held", *options) as instance, load_for(instance, seconds=0.5) as requests:
+        with RpcClient(instance.record["rpc_addresses"][0]) as client:
+            client.call(PauseGenerationReqInput(mode="retract"), timeout_s=10)
+        assert all(request.going for request in requests), "they ended too soon to show anything"
+        instance.process.terminate()
+        for request in requests:
+            request.wait(30)
+            assert (request.status, request.error) == (200, None)
+        assert instance.wait_ended(5) == 0
 
 
 def test_a_drain_has_a_deadline(own_root: Path, long_model: Path) -> None:
