@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -41,14 +41,14 @@ class Server:
 
     def __init__(self, address: str):
         self.address = address
-        self.answers: Callable[[Message], list[Message]] = lambda request: [PONG]
+        self.answers: Callable[[Message], Iterable[Message]] = lambda request: [PONG]
         self.protocol = PROTOCOL_VERSION
         self.call_id: str | None = None
         self.envelopes: list[RpcEnvelope] = []
         self.unsent = 0
         self._router = Router(address)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._serve)
+        self._thread = threading.Thread(target=self._serve, daemon=True)  # a test that fails must not hang the rest
         self._thread.start()
 
     def _serve(self) -> None:
@@ -163,8 +163,10 @@ def test_a_client_outlives_a_restart_of_the_server(tmp_path: Path) -> None:
         for step in range(2):
             server = Server(client.address)
             server.answers = lambda request, step=step: [PingReqOutput(step=step, state="ready")]  # type: ignore[misc]
-            assert client.call(PingReqInput()).step == step
-            server.close()
+            try:
+                assert client.call(PingReqInput()).step == step
+            finally:
+                server.close()
 
 
 async def test_async_calls_do_not_wait_for_each_other(server: Server) -> None:
@@ -199,11 +201,14 @@ async def test_async_errors_and_deadlines_are_the_same(server: Server, tmp_path:
 
 
 def test_a_caller_that_left_is_seen_by_the_server(server: Server) -> None:
-    def answer_late(request: Message) -> list[Message]:
-        time.sleep(0.4)
-        return [PONG]
+    def answer_until_nobody_hears(request: Message) -> Iterator[Message]:
+        for _ in range(1000):
+            if server.unsent:
+                return
+            yield RpcProgress(stage="waiting")
+            time.sleep(0.01)
 
-    server.answers = answer_late
+    server.answers = answer_until_nobody_hears
     with RpcClient(server.address) as client, pytest.raises(RpcCallError):
         client.call(PingReqInput(), timeout_s=0.1)
     server.answers = lambda request: [PONG]
