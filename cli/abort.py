@@ -89,12 +89,14 @@ def abort(
             confirm(console, count, f' of "{remote.record.name}"', yes)
         request = AbortReqInput(rids=tuple(rids or ()), prefix=prefix, older_than_s=older_than, everything=everything)
         answers = remote.each(request)
-    aborted = sorted({rid for answer in answers for rid in answer.aborted})
+    places = {rid: n for n, answer in zip(remote.replicas, answers, strict=True) for rid in answer.aborted}
+    aborted = sorted(places)
     missing = [rid for rid in dict.fromkeys(rids or ()) if all(rid in answer.not_found for answer in answers)]
     if json:
-        console.json({"aborted": aborted, "not_found": missing})
+        console.json({"aborted": aborted, "not_found": missing, "replicas": places})
     else:
-        rows = [(rid, "aborted") for rid in aborted] + [(rid, "not found") for rid in missing]
+        rows = [(rid, f"{remote.label(places[rid])}aborted") for rid in aborted]
+        rows += [(rid, "not found") for rid in missing]
         if rows:
             console.table(("RID", "RESULT"), rows)
         else:

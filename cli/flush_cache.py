@@ -32,6 +32,8 @@ def flush_cache(
 
     While requests run it is refused (exit status 75), unless --wait or --abort says what to do about them.
     """
+    from msgspec import structs
+
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.messages import FlushCacheReqInput
 
@@ -42,11 +44,17 @@ def flush_cache(
         if abort:
             confirm(console, remote.open_requests, f' of "{remote.record.name}" and flush its cache', yes)
         answers = remote.each(FlushCacheReqInput(wait_s=wait, abort=abort))
-    pages = sum(answer.pages_freed for answer in answers)
-    freed = sum(answer.bytes_freed for answer in answers)
-    aborted = [rid for answer in answers for rid in answer.aborted]
     if json:
-        console.json({"pages_freed": pages, "bytes_freed": freed, "aborted": aborted})
+        replicas = [
+            {"replica": replica, **structs.asdict(answer)}
+            for replica, answer in zip(remote.replicas, answers, strict=True)
+        ]
+        pages = sum(answer.pages_freed for answer in answers)
+        freed = sum(answer.bytes_freed for answer in answers)
+        aborted = [rid for answer in answers for rid in answer.aborted]
+        console.json({"pages_freed": pages, "bytes_freed": freed, "aborted": aborted, "replicas": replicas})
         return
-    ended = f", {format.plural(len(aborted), 'request')} aborted" if aborted else ""
-    console.print(f"flushed {format.plural(pages, 'page')} ({format.size(freed)}){ended}")
+    for replica, answer in zip(remote.replicas, answers, strict=True):
+        ended = f", {format.plural(len(answer.aborted), 'request')} aborted" if answer.aborted else ""
+        flushed = f"{format.plural(answer.pages_freed, 'page')} ({format.size(answer.bytes_freed)})"
+        console.print(f"{remote.label(replica)}flushed {flushed}{ended}")

@@ -2,8 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import Annotated, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 import typer
@@ -11,6 +11,7 @@ import typer
 from llmserve.cli.common import JsonOption, TimeoutOption, console_of
 from llmserve.cli.format import duration
 from llmserve.runtime.instance import InstanceRecord, list_instances
+from llmserve.runtime.ports import replica_of
 
 LOAD_TIMEOUT_S = 1.0
 
@@ -29,6 +30,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...] = ()
     log_path: str = ""
     children: tuple[int, ...] = ()
+    replicas: tuple["Load", ...] = ()
+    """What each replica has and is, where there are several."""
     ranks: tuple[dict[str, object], ...] = ()
     """The schedulers' processes, all ranks of all replicas."""
 
@@ -43,8 +46,8 @@ def ps(
 ) -> None:
     """List the running instances, with the requests that run and wait in each.
 
-    A state is starting, ready, paused or draining; silent: its scheduler does not answer within --timeout; or dead: its
-    process is gone, and the next launch removes its rest.
+    Of several replicas, RUN and WAIT show each one's. A state is starting, ready, paused or draining; silent: its
+    scheduler does not answer within --timeout; or dead: its process is gone, and the next launch removes its rest.
     """
     console = console_of(ctx)
     lines = [look(record, timeout, ranks=json) for record in list_instances() if record.alive or all_records]
@@ -57,7 +60,7 @@ def ps(
     rows = [
         (
             *(line.name, line.model, str(line.pid), line.address, line.state, duration(line.age_s)),
-            *("-" if count is None else str(count) for count in (line.running, line.waiting)),
+            *(shares(line, name) for name in ("running", "waiting")),
         )
         for line in lines
     ]
@@ -67,52 +70,71 @@ def ps(
 
 def look(record: InstanceRecord, timeout_s: float, ranks: bool = False) -> Line:
     """What is known of an instance, its scheduler asked; with `ranks` also of each of its ranks."""
-    load = ask_load(record, timeout_s) if record.alive and record.state != "starting" else None
+    loads = ask_loads(record, timeout_s) if record.alive and record.state != "starting" else []
     return Line(
         name=record.name,
         model=record.served_model_names[0] if record.served_model_names else record.model,
         pid=record.pid,
         address=f"{record.host}:{record.port}" if record.port else "-",
-        state=state_of(record, load),
+        state=state_of(record, loads),
         age_s=round(time.time() - record.created, 1),
-        running=load.running if load else None,
-        waiting=load.waiting if load else None,
+        running=sum(load.running for load in loads) if loads else None,
+        waiting=sum(load.waiting for load in loads) if loads else None,
         served_model_names=record.served_model_names,
         log_path=record.log_path,
         children=record.children,
-        ranks=tuple(ask_ranks(record, timeout_s)) if ranks and load else (),
+        replicas=tuple(loads) if len(loads) > 1 else (),
+        ranks=tuple(ask_ranks(record, timeout_s)) if ranks and loads else (),
     )
 
 
-class Load(NamedTuple):
+class Load(msgspec.Struct, frozen=True):
+    """Of a replica, or of all together."""
+
     running: int
     waiting: int
     state: str
+    replica: int = 0
 
 
-def state_of(record: InstanceRecord, load: Load | None) -> str:
+def shares(line: Line, name: str) -> str:
+    """A count of the replicas, side by side."""
+    counts = [getattr(load, name) for load in line.replicas or (line,)]
+    return "+".join("-" if count is None else str(count) for count in counts)
+
+
+def state_of(record: InstanceRecord, loads: Sequence[Load]) -> str:
     """The scheduler knows best whether it is paused, the main process whether it ends."""
     if not record.alive:
         return "dead"
     if record.state != "ready":
         return record.state
-    return load.state if load else "silent"
+    return " and ".join(dict.fromkeys(load.state for load in loads)) or "silent"
 
 
-def ask_load(record: InstanceRecord, timeout_s: float = LOAD_TIMEOUT_S) -> Load | None:
-    """The requests of all replicas and the state of the last; None where one does not answer soon."""
+def ask_loads(record: InstanceRecord, timeout_s: float = LOAD_TIMEOUT_S) -> list[Load]:
+    """Those of all replicas; none where one does not answer soon."""
     from llmserve.runtime.client import RpcCallError, RpcClient
     from llmserve.runtime.messages import GetLoadReqInput
 
-    total = Load(0, 0, record.state)
+    loads = []
     for address in record.rpc_addresses:
         try:
             with RpcClient(address, timeout_s=timeout_s) as client:
                 answer = client.call(GetLoadReqInput())
         except RpcCallError:
-            return None
-        total = Load(total.running + answer.running, total.waiting + answer.waiting, answer.state)
-    return total
+            return []
+        loads.append(Load(answer.running, answer.waiting, answer.state, replica_of(address)))
+    return loads
+
+
+def ask_load(record: InstanceRecord, timeout_s: float = LOAD_TIMEOUT_S) -> Load | None:
+    """That of all replicas; None where one does not answer soon."""
+    loads = ask_loads(record, timeout_s)
+    if not loads:
+        return None
+    running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
+    return Load(running, waiting, state_of(record, loads))
 
 
 def ask_ranks(record: InstanceRecord, timeout_s: float) -> Iterator[dict[str, object]]:

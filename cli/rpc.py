@@ -10,6 +10,7 @@ from llmserve.cli import format
 from llmserve.cli.common import CommandError, ExitCode, find_instance
 from llmserve.runtime.client import RpcClient, rpc_address
 from llmserve.runtime.messages import ControlRequest, GetLoadReqInput, RpcProgress
+from llmserve.runtime.ports import replica_of
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -50,6 +51,15 @@ class Remote:
         timeout_s = self._clients[0].timeout_s if timeout_s is None else timeout_s
         addresses = [client.address for client in self._clients]
         return asyncio.run(call_each(self.record.directory, addresses, request, timeout_s, on_progress))
+
+    @property
+    def replicas(self) -> list[int]:
+        """The dp_ranks of those that `each` asks."""
+        return [replica_of(client.address) for client in self._clients]
+
+    def label(self, replica: int) -> str:
+        """What a line about one of them begins with; nothing where there is only one."""
+        return f"replica {replica}: " if len(self._clients) > 1 else ""
 
     def open_requests(self) -> int:
         """How many choices of requests run and wait."""

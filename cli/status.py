@@ -31,9 +31,9 @@ def status(
     if json:
         console.json(as_json(remote.record, answers))
         return
-    for rank, answer in enumerate(answers):
+    for replica, answer in zip(remote.replicas, answers, strict=True):
         if len(answers) > 1:
-            console.print(f"replica {rank}")
+            console.print(f"replica {replica}")
         show(console, remote.record, answer)
 
 

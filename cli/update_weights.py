@@ -75,10 +75,15 @@ def update_weights(
         except KeyboardInterrupt:
             raise CommandError(interrupted(remote.record), 128 + signal.SIGINT) from None
     if json:
-        console.json([msgspec.structs.asdict(answer) for answer in answers])
+        console.json(
+            [
+                {"replica": replica, **msgspec.structs.asdict(answer)}
+                for replica, answer in zip(remote.replicas, answers, strict=True)
+            ]
+        )
     else:
-        for answer in answers:
-            console.print(report(answer, dry_run))
+        for replica, answer in zip(remote.replicas, answers, strict=True):
+            console.print(remote.label(replica) + report(answer, dry_run))
     if any(answer.differences for answer in answers):
         raise typer.Exit(ExitCode.FAILED)
 

@@ -40,6 +40,11 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
         return PortArgs(**{field: ipc_address(directory / name) for field, name in names.items()}, nccl_port=nccl_port)
 
 
+def replica_of(rpc_address: str) -> int:
+    """The dp_rank of the replica whose RPC socket an address is."""
+    return int(rpc_address.removesuffix(".sock").rpartition("rpc")[2].removeprefix("-") or 0)
+
+
 def ipc_address(path: Path) -> str:
     """The ZeroMQ address of a socket file. Raises ValueError when the path is too long for a Unix socket."""
     length = len(str(path).encode())

@@ -212,7 +212,8 @@ def test_abort_says_found_or_not_for_each_rid(fake: FakeInstance) -> None:
     assert result.code == 3
     assert result.out.splitlines() == ["RID  RESULT", "a    aborted", "b    not found"]
     assert fake.requests == [AbortReqInput(rids=("a", "b"))]
-    assert json.loads(run("abort", "a", "b", "--json").out) == {"aborted": ["a"], "not_found": ["b"]}
+    shown = json.loads(run("abort", "a", "b", "--json").out)
+    assert shown == {"aborted": ["a"], "not_found": ["b"], "replicas": {"a": 0}}
 
 
 def test_abort_of_named_requests_asks_nothing(fake: FakeInstance) -> None:

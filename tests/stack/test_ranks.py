@@ -224,10 +224,19 @@ def test_operators_reach_all_replicas(replicated: RunningInstance) -> None:
         assert len(listed) == 4
         loads = [(r["running"], r["waiting"]) for r in cli_json(replicated, "status")["replicas"]]
         assert loads == [(2, 0), (2, 0)]
-        assert len(cli_json(replicated, "abort", "--all", "--yes")["aborted"]) == 4
+        (line,) = (line for line in run_cli(replicated.root, "ps").stdout.splitlines() if line.startswith("twins "))
+        assert line.split()[-2:] == ["2+2", "0+0"]
+        aborted = cli_json(replicated, "abort", "--all", "--yes")
+        assert sorted(aborted["replicas"]) == aborted["aborted"]
+        assert sorted(aborted["replicas"].values()) == [0, 0, 1, 1]
         for request in requests:
             request.wait(10)
     assert run_cli(replicated.root, "abort", "nobody", "--instance", replicated.name).returncode == 3
+    flushed = cli_json(replicated, "flush-cache")
+    assert [each["replica"] for each in flushed["replicas"]] == [0, 1]
+    assert flushed["pages_freed"] == sum(each["pages_freed"] for each in flushed["replicas"]) > 0
+    again = run_cli(replicated.root, "flush-cache", "--instance", replicated.name)
+    assert again.stdout.splitlines() == [f"replica {n}: flushed 0 pages (0 B)" for n in (0, 1)]
 
 
 # ---- ranks that die ------------------------------------------------------------------------------------------------
