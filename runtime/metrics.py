@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from llmserve.runtime.histogram import COARSE, Recorder, buckets
 from llmserve.runtime.messages import Histogram, HttpMetrics, ProcessInfo, SchedulerMetrics
@@ -155,7 +154,7 @@ def _histogram(name: str, help: str, histogram: Histogram) -> Metric:
     for bound, count in zip([*histogram.bounds, math.inf], histogram.counts, strict=True):
         total += count
         if bound in BOUNDS:
-            cumulative.append((floatToGoString(bound), total))
+            cumulative.append(("+Inf" if math.isinf(bound) else repr(bound), total))
     return HistogramMetricFamily(PREFIX + name, help, buckets=cumulative, sum_value=histogram.sum)
 
 
