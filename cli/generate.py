@@ -1,5 +1,6 @@
 """`llmserve generate`: continues a prompt with the running instance."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +23,16 @@ def generate(
     top_p: answer.TopPOption = None,
     seed: answer.SeedOption = None,
     stop: answer.StopOption = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            "--json-schema",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Write JSON that is valid for the schema in this file.",
+        ),
+    ] = None,
     api_key_file: answer.ApiKeyFileOption = None,
     timeout: answer.GapOption = 600.0,
     json: JsonOption = False,
@@ -41,6 +52,7 @@ def generate(
         "top_p": top_p,
         "seed": seed,
         "stop": stop or None,
+        "structured_outputs": None if json_schema is None else {"json": json_schema.read_text(encoding="utf-8")},
     }
     key = answer.api_key(console, api_key_file)
     result = answer.Answer(console, find_instance(instance), "/v1/completions", body, key, timeout)

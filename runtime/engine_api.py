@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.grammar import constraint_of
 from llmserve.runtime.launch import Stack
 from llmserve.runtime.messages import (
     EmbeddingReqInput,
@@ -46,7 +47,8 @@ Prompt = str | list[int]
 Prompts = list[str] | list[list[int]]
 Pooling = Literal["mean", "last"]
 
-REQUEST_OPTIONS = {"n", "rid", "logprobs", "add_special_tokens", "skip_special_tokens", "user"}
+CONSTRAINTS = {"json_schema", "regex", "choice", "grammar"}
+REQUEST_OPTIONS = CONSTRAINTS | {"n", "rid", "logprobs", "add_special_tokens", "skip_special_tokens", "user"}
 
 _numbers = itertools.count()
 
@@ -96,7 +98,9 @@ class Engine:
         """Continues a prompt, or each one of a list; as many run at once as the engine takes.
 
         `options` are n, rid, user, logprobs (how many of the likeliest tokens to tell; None: no logprobs),
-        add_special_tokens, skip_special_tokens, and the fields of SamplingParams, which win over those of `params`.
+        add_special_tokens, skip_special_tokens, what the whole text must match (one of json_schema, a dict or its text;
+        regex; choice, a list of texts; grammar, Lark or GBNF), and the fields of SamplingParams, which win over those
+        of `params`.
         """
         return self._wait(self._generate(prompt, params, options))
 
@@ -305,6 +309,7 @@ def generate_request(
         "rid": options.get("rid") or uuid.uuid4().hex,
         "n": options.get("n", 1),
         "sampling_params": given,
+        "constraint": constraint_of(**{name: options.get(name) for name in CONSTRAINTS}),
         "logprobs": None if top is None else {"top": top},
         "add_special_tokens": options.get("add_special_tokens", True),
         "skip_special_tokens": options.get("skip_special_tokens", True),

@@ -71,6 +71,17 @@ class LogprobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt: bool = False
 
 
+class Constraint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the text of every choice must match: a JSON schema, a regular expression, one of the choices in a JSON list,
+    or a grammar as Lark or llama.cpp (GBNF) write it.
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    text: str
+    param: str
+    """What the client calls it: refusals name it."""
+
+
 # ---- requests ----------------------------------------------------------------------------------------------------
 
 
@@ -85,6 +96,7 @@ class GenerateReqInput(Message, frozen=True, kw_only=True):
     input_ids: tuple[tuple[int, ...], ...] = ()
     sampling_params: SamplingParams = SamplingParams()
     n: int = 1
+    constraint: Constraint | None = None
     logprobs: LogprobOptions | None = None
     stream: bool = False
     add_special_tokens: bool = True
@@ -113,6 +125,8 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     prompts: tuple[bytes, ...]
     sampling_params: SamplingParams
     n: int = 1
+    grammar: str = ""
+    """A constraint as runtime/grammar.py writes it; empty: none."""
     logprobs: LogprobOptions | None = None
     stream: bool = False
     skip_special_tokens: bool = True

@@ -33,9 +33,9 @@ class Tokenizer:
         self._set_post_processor(config)
         self._sources = templates
         self._templates: dict[str, ChatTemplate] = {}
-        special = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.special_ids = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
         self._all = TokenBytes(backend)
-        self._without_special = TokenBytes(backend, special)
+        self._without_special = TokenBytes(backend, self.special_ids)
 
     @staticmethod
     def load(directory: str | Path) -> "Tokenizer":

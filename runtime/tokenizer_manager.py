@@ -21,6 +21,7 @@ import psutil
 
 from llmserve.runtime import validation
 from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.grammar import grammar_of
 from llmserve.runtime.in_flight import AnyInFlight, InFlight
 from llmserve.runtime.messages import (
     UNSEEDED,
@@ -28,6 +29,7 @@ from llmserve.runtime.messages import (
     BatchEmbeddingOutput,
     BatchStrOutput,
     BatchTokenIDOutput,
+    Constraint,
     ContinueGenerationReqInput,
     EmbeddingReqInput,
     EmbeddingRow,
@@ -102,6 +104,7 @@ class TokenizerManager:
             vocab_size=checkpoint.config.vocab_size,
             max_model_len=args.max_model_len or checkpoint.config.max_position_embeddings,
         )
+        self._can_end = bool(checkpoint.config.eos_token_ids)
         self._args = args
         self._ports = ports
         self._in_flight: dict[str, AnyInFlight] = {}
@@ -331,10 +334,11 @@ class TokenizerManager:
             self._tokenizing.add(req.rid)
             try:
                 prompts = await self._prompts(req)
+                grammar = await self._grammar(req.constraint) if isinstance(req, GenerateReqInput) else ""
             finally:
                 self._tokenizing.discard(req.rid)
             self._check_state()
-            return self._tokenized(req, prompts)
+            return self._tokenized(req, prompts, grammar)
         except RequestError as error:
             self.metrics.count_outcome("rejected" if error.status < 500 else "unavailable")
             log.info("refused rid=%r status=%d param=%s", req.rid, error.status, error.param)
@@ -369,7 +373,16 @@ class TokenizerManager:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self.tokenizer.encode_batch, texts, add_special_tokens)
 
-    def _tokenized(self, req: GenerateReqInput | EmbeddingReqInput, prompts: Prompts) -> Tokenized:
+    async def _grammar(self, constraint: Constraint | None) -> str:
+        if constraint is None:
+            return ""
+        if not self._can_end:
+            raise RequestError(
+                400, "the model names no token that ends a text, as a grammar needs", param=constraint.param
+            )
+        return await asyncio.get_running_loop().run_in_executor(self._threads, grammar_of, constraint)
+
+    def _tokenized(self, req: GenerateReqInput | EmbeddingReqInput, prompts: Prompts, grammar: str) -> Tokenized:
         packed = tuple(array("i", ids).tobytes() for ids in prompts)
         text = req.texts[0][:SHOWN_TEXT_LENGTH] if req.texts else ""
         if isinstance(req, EmbeddingReqInput):
@@ -387,6 +400,7 @@ class TokenizerManager:
             prompts=packed,
             sampling_params=params,
             n=req.n,
+            grammar=grammar,
             logprobs=req.logprobs,
             stream=req.stream,
             skip_special_tokens=req.skip_special_tokens,

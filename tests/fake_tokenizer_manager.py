@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import numpy as np
 
+from llmserve.runtime.grammar import grammar_of
 from llmserve.runtime.messages import (
     EmbeddingReqInput,
     EmbeddingRow,
@@ -71,6 +72,8 @@ class FakeTokenizerManager:
 
     async def generate(self, req: GenerateReqInput) -> AsyncGenerator[StrRow, None]:
         check_before_tokenizing(req, self.limits)
+        if req.constraint is not None:
+            grammar_of(req.constraint)
         if req.rid in self.in_flight:
             raise RequestError(400, "in flight already", "rid", code="duplicate_rid")
         prompts = [tuple(self.tokenizer.encode(text, req.add_special_tokens)) for text in req.texts] or [*req.input_ids]

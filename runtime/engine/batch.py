@@ -34,7 +34,7 @@ class SampleSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     history: bytes = b""
     prompt_len: int = 0
     mask: bytes = b""
-    """Allowed tokens, a bit each (a grammar); empty: all."""
+    """Allowed tokens, a bit each, the lowest first (a grammar); empty: all."""
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

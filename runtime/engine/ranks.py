@@ -26,6 +26,7 @@ from llmserve.runtime.distributed.errors import RankLost
 from llmserve.runtime.distributed.groups import Topology
 from llmserve.runtime.distributed.pipeline import Pipe
 from llmserve.runtime.engine.batch import (
+    PlanRow,
     RowResult,
     SampledLogprobs,
     SampleSpec,
@@ -312,7 +313,7 @@ class Leader:
         handle: Future[StepResult] = Future()
         run = Run(plan, self._active.enter())
         try:
-            self.tell(run)
+            self.tell(Run(_without_masks(plan), run.steps) if self.rank.draws else run)
             outcome = self.rank.step(run)
         except WorkerDied as error:
             handle.set_exception(error)
@@ -365,6 +366,17 @@ class Leader:
                 time.sleep(REPORT_INTERVAL_S)
         except (RankLost, WorkerDied) as error:
             self._lost(str(error))
+
+
+def _without_masks(plan: StepPlan) -> StepPlan:
+    """What ranks need that do not draw: a mask has a bit for each token of the vocabulary."""
+
+    def without(row: PlanRow) -> PlanRow:
+        if row.sample is None or not row.sample.mask:
+            return row
+        return msgspec.structs.replace(row, sample=msgspec.structs.replace(row.sample, mask=b""))
+
+    return StepPlan(rows=tuple(without(row) for row in plan.rows))
 
 
 class Clock:

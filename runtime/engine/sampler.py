@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmserve.runtime.engine.batch import RowResult, SampledLogprobs, SampleSpec, int32_array, int32_bytes
 from llmserve.runtime.messages import SamplingParams
-from llmserve.runtime.ops import argmax, native
+from llmserve.runtime.ops import argmax, mask, native
 
 _MASK64 = (1 << 64) - 1
 _NEGATIVE_INFINITY = float("-inf")
@@ -26,27 +26,31 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowResult]:
     """
     tokens, best = argmax(logits)
     allowed = best.clone()
-    drawn: dict[int, Tensor] = {}
+    scores = [adjust(row, spec) if _adjusted(spec) else row for row, spec in zip(logits, specs, strict=True)]
+    masked = [i for i, spec in enumerate(specs) if spec.mask]
+    if masked:
+        rows = mask([scores[i] for i in masked], [specs[i].mask for i in masked])
+        index = torch.tensor(masked, device=logits.device)
+        tokens[index], allowed[index] = argmax(rows)
+        for i, row in zip(masked, rows, strict=True):
+            scores[i] = row
     for i, spec in enumerate(specs):
-        scores = logits[i]
-        if _adjusted(spec):
-            scores = adjust(scores, spec)
-            tokens[i : i + 1], allowed[i : i + 1] = argmax(scores[None])
-        if not spec.params.greedy:
-            drawn[i] = scores
+        if _adjusted(spec) and not spec.mask:
+            tokens[i : i + 1], allowed[i : i + 1] = argmax(scores[i][None])
+    drawn = [i for i, spec in enumerate(specs) if not spec.params.greedy]
     if drawn:
-        index = torch.tensor(list(drawn), device=logits.device)
-        tokens[index] = _draw_all(list(drawn.values()), allowed[index], [specs[i] for i in drawn])
+        index = torch.tensor(drawn, device=logits.device)
+        tokens[index] = _draw_all([scores[i] for i in drawn], allowed[index], [specs[i] for i in drawn])
     logprobs = _sampled_logprobs(logits, tokens, specs)
-    rows = []
+    results = []
     for i, (token, logit, score) in enumerate(zip(tokens.tolist(), best.tolist(), allowed.tolist(), strict=True)):
         if not math.isfinite(logit):
-            rows.append(RowResult(error="the model's logits are not finite"))
+            results.append(RowResult(error="the model's logits are not finite"))
         elif not math.isfinite(score):
-            rows.append(RowResult(error="no token is allowed here"))
+            results.append(RowResult(error="no token is allowed here"))
         else:
-            rows.append(RowResult(token_id=token, logprobs=logprobs.get(i)))
-    return rows
+            results.append(RowResult(token_id=token, logprobs=logprobs.get(i)))
+    return results
 
 
 def _draw_all(rows: list[Tensor], best: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
@@ -66,12 +70,12 @@ def _draw_all(rows: list[Tensor], best: Tensor, specs: Sequence[SampleSpec]) -> 
 
 
 def _adjusted(spec: SampleSpec) -> bool:
-    """Whether anything but the model decides on the scores."""
-    return bool(spec.params.logit_bias or spec.params.penalized or spec.forbidden or spec.mask)
+    """Whether the scores are others than the model's, before the mask."""
+    return bool(spec.params.logit_bias or spec.params.penalized or spec.forbidden)
 
 
 def adjust(logits: Tensor, spec: SampleSpec) -> Tensor:
-    """A copy of one row of logits [vocabulary] with bias, penalties and prohibitions applied, in this order.
+    """A copy of one row of logits [vocabulary] with bias, penalties and what is forbidden applied, in this order.
 
     The repetition penalty (Keskar et al., 2019) is over prompt and output, as in transformers; the presence and the
     frequency penalty are over the output, as in OpenAI's API.
@@ -94,9 +98,6 @@ def adjust(logits: Tensor, spec: SampleSpec) -> Tensor:
         scores[index] -= torch.from_numpy(penalties.astype(np.float32)).to(device)
     if spec.forbidden:
         scores[torch.tensor(spec.forbidden, device=device)] = _NEGATIVE_INFINITY
-    if spec.mask:
-        bits = np.unpackbits(np.frombuffer(spec.mask, np.uint8), count=scores.shape[0], bitorder="little")
-        scores.masked_fill_(torch.from_numpy(bits == 0).to(device), _NEGATIVE_INFINITY)
     return scores
 
 

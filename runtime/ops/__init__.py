@@ -3,6 +3,8 @@
 Where the CPU and a compiler allow, native kernels take over (csrc/); the results are the same but for rounding.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ __all__ = [
     "gelu_tanh_and_mul",
     "linear",
     "logits",
+    "mask",
     "rms_norm",
     "silu_and_mul",
     "takes_blocks",
@@ -90,6 +93,11 @@ def argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
         return native.argmax(scores)
     best, tokens = scores.max(-1)
     return tokens, best
+
+
+def mask(rows: Sequence[Tensor], masks: Sequence[bytes]) -> Tensor:
+    """The rows, float32 [V] each, as [n, V] with -inf where a row's mask has no bit; a bit each, the lowest first."""
+    return native.mask(rows, masks) if native.usable(*rows) else reference.mask(rows, masks)
 
 
 def embedding(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:

@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import CDLL, POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -145,6 +145,7 @@ _SIGNATURES = {
     "activate_and_multiply": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int]),
     "rotary": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
     "argmax": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
+    "mask": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
     "draw": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
     "plan_new": (c_void_p, []),
     "plan_delete": (None, [c_void_p]),
@@ -304,6 +305,15 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     best = torch.empty(logits.shape[0])
     _kernels().llmserve_argmax(logits.data_ptr(), tokens.data_ptr(), best.data_ptr(), *logits.shape)
     return tokens, best
+
+
+def mask(rows: Sequence[Tensor], masks: Sequence[bytes]) -> Tensor:
+    """The rows, float32 [V] each, as [n, V] with -inf where a row's mask has no bit; a bit each, the lowest first."""
+    masked = torch.empty(len(rows), rows[0].shape[0])
+    addresses = (c_void_p * len(rows))(*(row.data_ptr() for row in rows))
+    bits = (c_char_p * len(rows))(*masks)
+    _kernels().llmserve_mask(addresses, bits, masked.data_ptr(), *masked.shape)
+    return masked
 
 
 def draw(rows: Sequence[Tensor], best: Tensor, draws: Sequence[Draw]) -> Tensor:

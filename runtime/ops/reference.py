@@ -3,6 +3,9 @@
 Sums run in float32 and are rounded once, so that a bfloat16 result is the nearest to the exact one.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -52,3 +55,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]; [..., N]."""
     return functional.linear(x, weight, bias)
+
+
+def mask(rows: Sequence[Tensor], masks: Sequence[bytes]) -> Tensor:
+    """The rows, float32 [V] each, as [n, V] with -inf where a row's mask has no bit; a bit each, the lowest first."""
+    bits = np.frombuffer(b"".join(masks), np.uint8).reshape(len(rows), -1)
+    allowed = np.unpackbits(bits, axis=1, count=rows[0].shape[0], bitorder="little").view(np.bool_)
+    masked = torch.stack(list(rows))
+    return masked.masked_fill_(~torch.from_numpy(allowed).to(masked.device), float("-inf"))

@@ -6,6 +6,7 @@ from llmserve.runtime.cache.radix import ELEMENT_BYTES
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.engine.batch import WorkerInfo
 from llmserve.runtime.messages import FinishReason, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
+from llmserve.runtime.scheduler.guides import Guides
 from llmserve.runtime.scheduler.request import Group, Request, RequestTable, StopDecoder
 from llmserve.runtime.scheduler.results import failure
 
@@ -17,7 +18,9 @@ MakeStopDecoder = Callable[[bool, tuple[str, ...], int], StopDecoder]
 class Intake:
     """The door to the queue. The front has checked requests against the model; here it is about room."""
 
-    def __init__(self, args: ServerArgs, info: WorkerInfo, table: RequestTable, make_decoder: MakeStopDecoder) -> None:
+    def __init__(
+        self, args: ServerArgs, info: WorkerInfo, table: RequestTable, make_decoder: MakeStopDecoder, guides: Guides
+    ) -> None:
         self.draining = False
         self._max_running = args.max_running_requests
         self._max_queued = args.max_queued_requests
@@ -25,6 +28,7 @@ class Intake:
         self._eos = frozenset(info.eos_token_ids)
         self._table = table
         self._make_decoder = make_decoder
+        self._guides = guides
 
     def accept(self, message: TokenizedReqInput, now: float) -> FinishReason | None:
         """Puts all choices of a request into the queue, or none of them and returns the reason."""
@@ -72,12 +76,16 @@ class Intake:
 
     def _add_choices(self, group: Group, message: TokenizedGenerateReqInput) -> None:
         params = message.sampling_params
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        # A grammar lets the model end the text where it may end, and has it end where it must.
+        ends = bool(message.grammar) or not params.ignore_eos
+        stop_ids = frozenset(params.stop_token_ids) | (self._eos if ends else frozenset())
+        program = self._guides.program(message.grammar) if message.grammar else None
         for index in range(len(message.prompts) * message.n):
             request = Request(group, index, self._table.next_seq(), message.prompts[index // message.n])
             request.params = params
             request.seed = params.seed + index % message.n
             request.stop_ids = stop_ids
+            request.program = program
             request.limit = min(request.prompt_len + params.max_new_tokens, self._longest)
             request.logprobs = message.logprobs
             request.want_prompt_logprobs = message.logprobs is not None and message.logprobs.prompt

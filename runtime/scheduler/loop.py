@@ -27,6 +27,7 @@ from llmserve.runtime.messages import (
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
 )
+from llmserve.runtime.scheduler.guides import GrammarError, Guides
 from llmserve.runtime.scheduler.intake import Intake, MakeStopDecoder, TokenizedReqInput
 from llmserve.runtime.scheduler.policy import Policy
 from llmserve.runtime.scheduler.request import Request, RequestTable, Share, Step
@@ -84,6 +85,7 @@ class Scheduler:
         args: ServerArgs,
         worker: Worker,
         make_decoder: MakeStopDecoder,
+        guides: Guides,
         inbox: Inbox,
         tokens: Outbox,
         embeddings: Outbox,
@@ -100,7 +102,8 @@ class Scheduler:
         self.kv = KVCache(info.num_pages, info.page_size, args.prefix_cache)
         self.table = RequestTable()
         self.results = Results(worker, self.kv, self.table, args.stream_interval)
-        self.intake = Intake(args, info, self.table, make_decoder)
+        self.guides = guides
+        self.intake = Intake(args, info, self.table, make_decoder, guides)
         self.policy = Policy(args, self.kv, self.table, self.results.retract, depth)
         self.snapshots = Snapshots(self, dp_rank)
         self.control: Control | None = None
@@ -129,7 +132,7 @@ class Scheduler:
         while True:
             if not self.turn():
                 pending = self._tokens.backlog or self._embeddings.backlog or (self.control and self.control.pending)
-                wait(PENDING_WAIT_S if pending else HEARTBEAT_S)
+                wait(PENDING_WAIT_S if self.guides.poll() or pending else HEARTBEAT_S)
 
     def turn(self) -> bool:
         """One turn; at most one step is begun in it. Whether anything happened: if not, the caller may wait."""
@@ -205,6 +208,9 @@ class Scheduler:
             request, start, length = share
             try:
                 yield request.row(start, length)
+            except GrammarError as error:
+                shares.remove(share)
+                self.results.fail(request, str(error), status=400)
             except Exception as error:
                 log.exception("request cannot be planned rid=%s index=%d", request.rid, request.index)
                 shares.remove(share)

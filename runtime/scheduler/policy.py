@@ -128,7 +128,9 @@ class Policy:
 
     def _candidates(self, prompts: dict[Request, int]) -> list[tuple[Request, int]]:
         """Those that may start, in the order in which they should, and how many tokens each has left to compute."""
-        window = self._table.waiting[:WINDOW]
+        window = [request for request in self._table.waiting[:WINDOW] if request.ready]
+        if not window:
+            return []
         left = {r: r.known - self._kv.match(r.namespace, r.tokens, r.reusable)[0] for r in window}
         first = window[0]
         its_turn = first.passed_by >= PATIENCE and all(first.seq < request.seq for request in prompts)

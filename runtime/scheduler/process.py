@@ -19,6 +19,7 @@ kernel_build.begin_build()  # now, where there is nothing built yet: the compile
 
 import msgspec
 import torch
+from llguidance import LLTokenizer
 
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.distributed.errors import RankLost
@@ -31,6 +32,7 @@ from llmserve.runtime.engine.shared_source import same_everywhere
 from llmserve.runtime.messages import SchedulerInput, SchedulerMetrics
 from llmserve.runtime.ranks import Place, places, rank_name, ranks_per_node, rendezvous
 from llmserve.runtime.scheduler.control import Control
+from llmserve.runtime.scheduler.guides import Guides, vocabulary_of
 from llmserve.runtime.scheduler.loop import Scheduler
 from llmserve.runtime.scheduler.rpc import RpcServer
 from llmserve.runtime.tokenizer import IncrementalDecoder, Tokenizer
@@ -126,6 +128,9 @@ def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:
     def make_decoder(skip_special_tokens: bool, stop: tuple[str, ...], min_tokens: int) -> IncrementalDecoder:
         return IncrementalDecoder(tokenizer, skip_special_tokens, stop, min_tokens)
 
+    def vocabulary() -> LLTokenizer:
+        return vocabulary_of(tokenizer, worker.info.vocab_size, worker.info.eos_token_ids)
+
     def offer_metrics(message: SchedulerMetrics) -> None:
         metrics.offer(message)
         watchers.offer(message)
@@ -134,6 +139,7 @@ def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:
         init.args,
         worker,
         make_decoder,
+        Guides(vocabulary),
         inbox,
         tokens=tokens,
         embeddings=text,

@@ -4,7 +4,8 @@ No decisions here: who runs next is policy.py's, what a step's result means and 
 """
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from llmserve.runtime.cache.kv_cache import Lease
@@ -17,6 +18,7 @@ from llmserve.runtime.messages import (
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
 )
+from llmserve.runtime.scheduler.guides import Guide, Program
 
 NO_SAMPLING = SamplingParams(max_new_tokens=0)
 
@@ -46,6 +48,7 @@ class Request:
         "first_run",
         "first_token",
         "group",
+        "guide",
         "in_flight",
         "index",
         "last_token",
@@ -59,6 +62,7 @@ class Request:
         "passed_by",
         "pooled",
         "pooling",
+        "program",
         "prompt_len",
         "prompt_logprobs",
         "retractions",
@@ -94,6 +98,10 @@ class Request:
         self.stop_ids: frozenset[int] = frozenset()
         self.decoder: StopDecoder | None = None
         """Where there are stop strings."""
+        self.program: Future[Program] | None = None
+        """The grammar that the text must match; the request waits until it is compiled."""
+        self.guide: Guide | None = None
+        """Its place in the grammar, from the first token on."""
         self.logprobs: LogprobOptions | None = None
         self.want_prompt_logprobs = False
         """Whether prompt logprobs are still to be computed."""
@@ -152,6 +160,11 @@ class Request:
         return self.params.max_new_tokens > 0
 
     @property
+    def ready(self) -> bool:
+        """Whether it could start now."""
+        return self.program is None or self.program.done()
+
+    @property
     def queue_s(self) -> float:
         """Seconds from the arrival to the first step that ran it; 0 if none did."""
         return 0.0 if self.first_run is None else self.first_run - self.arrival
@@ -166,7 +179,7 @@ class Request:
         return self.known - 1
 
     def row(self, start: int, length: int) -> PlanRow:
-        """The plan of its tokens [start, start + length). Its lease covers them."""
+        """The plan of its tokens [start, start + length). Its lease covers them. Raises GrammarError."""
         assert self.lease is not None
         end = start + length
         last = end == self.known
@@ -203,15 +216,28 @@ class Request:
     def _sample_spec(self) -> SampleSpec:
         params = self.params
         penalized = params.penalized
+        forbidden, mask = self._forbidden(), b""
+        if self.program is not None:
+            self.guide = self.guide or Guide(self.program.result())
+            forbidden, mask = (), self.guide.mask(forbidden)
         return SampleSpec(
             params=params,
             seed=self.seed,
             position=self.known,
             top_logprobs=None if self.logprobs is None else self.logprobs.top,
-            forbidden=tuple(self.stop_ids) if self.output_len < params.min_new_tokens else (),
+            forbidden=tuple(forbidden),
             history=bytes(self.tokens) if penalized else b"",
             prompt_len=self.prompt_len if penalized else 0,
+            mask=mask,
         )
+
+    def _forbidden(self) -> Collection[int]:
+        """Tokens that would end it and may not now, but for a grammar that goes on no further."""
+        if self.output_len < self.params.min_new_tokens:
+            return self.stop_ids
+        if self.params.ignore_eos and self.program is not None:
+            return self.stop_ids.difference(self.params.stop_token_ids)
+        return ()
 
 
 class Group:

@@ -28,6 +28,7 @@ from llmserve.runtime.messages import (
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
 )
+from llmserve.runtime.scheduler.guides import GrammarError
 from llmserve.runtime.scheduler.request import Request, RequestTable, Share, Step
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ class Results:
                 self._apply_row(share, result, time)
             except IntegrityError:
                 raise
+            except GrammarError as error:
+                self.fail(share.request, str(error), status=400)
             except Exception as error:
                 log.exception("request failed rid=%s index=%d", share.request.rid, share.request.index)
                 self.fail(share.request, f"internal error ({type(error).__name__})")
@@ -156,6 +159,8 @@ class Results:
         if result.logprobs is not None:
             request.new_logprobs.append(result.logprobs)
         reason = self._stopped(request, token)
+        if reason is None and request.guide is not None:
+            request.guide.advance(token)
         if reason is not None:
             self.finish(request, reason)
         elif not self.congested and (
@@ -187,9 +192,9 @@ class Results:
         self._table.remove(request)
         log.debug("request ended rid=%s index=%d reason=%s", request.rid, request.index, reason.type)
 
-    def fail(self, request: Request, message: str) -> None:
+    def fail(self, request: Request, message: str, status: int = 500) -> None:
         """Ends a choice that something is wrong with. `computed` stays, so nothing unsure enters the prefix cache."""
-        request.ending = failure(500, message)
+        request.ending = failure(status, message)
         # What was gathered may be what is wrong.
         request.logprobs = None
         request.new_logprobs.clear()

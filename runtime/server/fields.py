@@ -12,6 +12,7 @@ import msgspec
 
 from llmserve.runtime.messages import FILL_CONTEXT, UNSEEDED, SamplingParams
 from llmserve.runtime.server.body import invalid
+from llmserve.runtime.server.structured import ResponseFormat, StructuredOutputs
 
 T = TypeVar("T")
 
@@ -54,8 +55,11 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fie
     rid: str | None = None
     """The name of the request for `llmserve abort` and in the log; the answer's `id`. Made up where there is none."""
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """What `response_format` cannot say, as vLLM takes it."""
+
     # Refused unless neutral: see UNSUPPORTED.
-    response_format: object = None
     store: object = None
     service_tier: object = None
     prediction: object = None
@@ -71,7 +75,6 @@ class Unsupported(NamedTuple):
 
 
 UNSUPPORTED: dict[str, Unsupported] = {
-    "response_format": Unsupported(({"type": "text"},), "only text is generated, without a grammar or a schema"),
     "store": Unsupported((False,), "completions are not stored"),
     "service_tier": Unsupported(("auto", "default"), "there is one service tier"),
     "prediction": Unsupported((), "predicted outputs are not supported"),

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from llmserve.runtime.grammar import constraint_of
 from llmserve.runtime.messages import GenerateReqInput, LogprobOptions, StrRow
 from llmserve.runtime.server.body import Prompts, invalid, json_response, read_json, split_prompts
 from llmserve.runtime.server.context import Context
@@ -33,6 +34,11 @@ DEFAULT_MAX_NEW_TOKENS = 128
 class NativeSamplingParams(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
+    json_schema: dict[str, object] | str | None = None
+    """One of this and the next two: what the whole text must match."""
+    regex: str | None = None
+    ebnf: str | None = None
+    """A grammar in the notation of llama.cpp (GBNF) or of Lark."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -162,6 +168,9 @@ async def _generate_request(context: Context, body: GenerateRequest) -> tuple[Ge
             params, given(params.max_new_tokens, DEFAULT_MAX_NEW_TOKENS), params.min_new_tokens
         ),
         n=n,
+        constraint=constraint_of(
+            json_schema=params.json_schema, regex=params.regex, grammar=params.ebnf, names={"grammar": "ebnf"}
+        ),
         logprobs=LogprobOptions(top=body.top_logprobs_num, prompt=wants_prompt) if body.return_logprob else None,
         stream=body.stream,
         skip_special_tokens=given(params.skip_special_tokens, True),

@@ -24,6 +24,7 @@ from llmserve.runtime.server.generation import Tally, Usage, collect, finish_of,
 from llmserve.runtime.server.logprobs import ChatLogprobs, chat_logprobs, token_ids, unpack
 from llmserve.runtime.server.openapi import operation
 from llmserve.runtime.server.sse import EventStream, frame
+from llmserve.runtime.server.structured import openai_constraint
 from llmserve.runtime.tokenizer import ChatTemplateError
 
 RESERVED_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})
@@ -143,6 +144,7 @@ async def _generate_request(context: Context, body: ChatRequest) -> GenerateReqI
         texts=(await render_chat(context, body),),
         sampling_params=sampling_params(body, max_tokens, body.min_tokens),
         n=given(body.n, 1),
+        constraint=openai_constraint(body.response_format, body.structured_outputs),
         logprobs=LogprobOptions(top=given(body.top_logprobs, 0)) if body.logprobs else None,
         stream=bool(body.stream),
         add_special_tokens=False,  # the template writes them

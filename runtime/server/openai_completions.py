@@ -31,6 +31,7 @@ from llmserve.runtime.server.logprobs import (
 )
 from llmserve.runtime.server.openapi import operation
 from llmserve.runtime.server.sse import EventStream, frame
+from llmserve.runtime.server.structured import openai_constraint
 from llmserve.runtime.validation import MAX_TOP_LOGPROBS
 
 DEFAULT_MAX_TOKENS = 16
@@ -115,6 +116,7 @@ async def _generate_request(context: Context, body: CompletionRequest) -> tuple[
         input_ids=ids,
         sampling_params=sampling_params(body, given(body.max_tokens, DEFAULT_MAX_TOKENS), body.min_tokens),
         n=given(body.n, 1),
+        constraint=openai_constraint(body.response_format, body.structured_outputs),
         logprobs=None if top is None else LogprobOptions(top=top, prompt=bool(body.echo)),
         stream=bool(body.stream),
         add_special_tokens=add_special,

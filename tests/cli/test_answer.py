@@ -98,6 +98,14 @@ def test_generate_prints_the_text_alone(front: Front) -> None:
     assert front.keys == [None]
 
 
+def test_generate_sends_the_schema_of_a_file(front: Front, tmp_path: Path) -> None:
+    file = tmp_path / "person.json"
+    file.write_text('{"type": "object"}')
+    assert run("generate", "Ann", "--json-schema", str(file)).code == 0
+    assert front.bodies[0]["structured_outputs"] == {"json": '{"type": "object"}'}
+    assert run("generate", "Ann", "--json-schema", str(tmp_path / "none")).code == 2
+
+
 def test_a_line_separator_in_the_text_ends_no_event(front: Front) -> None:
     front.pieces = ["one\u2028two", "\u0085three"]
     result = run("generate", "Say it")

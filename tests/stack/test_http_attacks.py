@@ -136,13 +136,13 @@ def test_a_prompt_that_fits_but_leaves_no_room_is_refused_with_the_numbers(http:
     ("param", "value"),
     [
         ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}),
         ("guided_regex", "(a+)+$"),
         ("guided_json", {"type": "object"}),
         ("regex", "((((a*)*)*)*)*b"),
     ],
 )
-def test_schemas_and_regexes_are_refused(
+def test_wrong_schemas_and_the_words_of_others_are_refused(
     http: httpx.Client, path: str, prompt: dict[str, Any], param: str, value: object
 ) -> None:
     refused(http, path, param, **prompt, **{param: value})

@@ -149,8 +149,8 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
         client.completions.create(model=MODEL, prompt="a", temperature=9)
     assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
     with pytest.raises(openai.BadRequestError) as unsupported:
-        client.chat.completions.create(model=MODEL, messages=CHAT, response_format={"type": "json_object"})
-    assert unsupported.value.param == "response_format"
+        client.chat.completions.create(model=MODEL, messages=CHAT, store=True)
+    assert unsupported.value.param == "store"
 
 
 async def test_the_async_client_streams(server: RunningInstance) -> None:

@@ -68,6 +68,14 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- one replica of four ranks -------------------------------------------------------------------------------------
 
 
+def test_a_grammar_is_followed_on_all_ranks(split: RunningInstance, replicated: RunningInstance) -> None:
+    pattern = "([a-z]{3}, ){3}[0-9]{4}"
+    for prompt in ("Once upon", "the sea " * 12):
+        for instance in (split, replicated):
+            written = answer(instance, prompt, max_tokens=30, structured_outputs={"regex": pattern})
+            assert re.fullmatch(pattern, written["choices"][0]["text"])
+
+
 def test_every_rank_is_shown_with_its_share(split: RunningInstance, long_model: Path) -> None:
     text(split, "Once upon a time")
     wait_until(lambda: len(ranks_of(split)) == 4, 5, "the report of each rank")

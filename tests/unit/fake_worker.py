@@ -33,11 +33,11 @@ def chain(before: int, token: int) -> int:
 
 
 def draw(stored: Sequence[int], spec: SampleSpec, vocab_size: int) -> int:
-    """The next token after positions with these contents; never a forbidden one."""
+    """The next token after positions with these contents; never a forbidden or masked one."""
     data = np.asarray(stored, dtype=np.int64).tobytes()
     salt = 0 if spec.params.greedy else spec.seed * 1_000_003 + spec.position
     token = zlib.crc32(data, salt & 0xFFFFFFFF) % vocab_size
-    while token in spec.forbidden:
+    while token in spec.forbidden or (spec.mask and not spec.mask[token >> 3] >> (token & 7) & 1):
         token = (token + 1) % vocab_size
     return token
 

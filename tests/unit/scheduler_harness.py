@@ -5,6 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from fake_worker import FakeWorker, alone
+from llguidance import LLTokenizer
 
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.engine.batch import SampleSpec, Worker, int32_array, int32_bytes
@@ -20,6 +21,7 @@ from llmserve.runtime.messages import (
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
 )
+from llmserve.runtime.scheduler.guides import Guides
 from llmserve.runtime.scheduler.loop import Scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
@@ -65,10 +67,16 @@ class LetterDecoder:
         return ""
 
 
+def no_vocabulary() -> LLTokenizer:
+    raise AssertionError("no grammar is expected")
+
+
 class Harness:
     """A scheduler, its clock, and everything that it has said."""
 
-    def __init__(self, worker: Worker | None = None, depth: int = 1, **options: object) -> None:
+    def __init__(
+        self, worker: Worker | None = None, depth: int = 1, guides: Guides | None = None, **options: object
+    ) -> None:
         self.worker = worker or FakeWorker()
         self.clock = 0.0
         self.inbox, self.outbox, self.embeddings = Inbox(), Outbox(), Outbox()
@@ -78,6 +86,7 @@ class Harness:
             ServerArgs(**{**defaults, **options}),  # type: ignore[arg-type]
             self.worker,
             LetterDecoder,
+            guides or Guides(no_vocabulary),
             self.inbox,
             self.outbox,
             self.embeddings,

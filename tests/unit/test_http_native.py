@@ -114,7 +114,11 @@ async def test_generate_gives_logprobs_of_output_and_prompt(app: App, tokenizer:
         ({"input_ids": [1, [2]]}, "input_ids"),
         ({"text": "a", "sampling_params": {"max_tokens": 4}}, "sampling_params.max_tokens"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
-        ({"text": "a", "sampling_params": {"regex": "(a+)+$"}}, "sampling_params.regex"),
+        ({"text": "a", "sampling_params": {"regex": "("}}, "regex"),
+        ({"text": "a", "sampling_params": {"json_schema": "{"}}, "json_schema"),
+        ({"text": "a", "sampling_params": {"ebnf": "root ::= ("}}, "ebnf"),
+        ({"text": "a", "sampling_params": {"regex": "a", "ebnf": 'root ::= "a"'}}, "ebnf"),
+        ({"text": "a", "sampling_params": {"structural_tag": "x"}}, "sampling_params.structural_tag"),
         ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
         ({"text": "a", "return_logprob": True, "logprob_start_len": 3}, "logprob_start_len"),
         ({"text": "a", "rid": "\n"}, "rid"),
@@ -123,6 +127,24 @@ async def test_generate_gives_logprobs_of_output_and_prompt(app: App, tokenizer:
 )
 async def test_generate_refuses_by_name(app: App, body: dict[str, object], param: str) -> None:
     await app.refused("/generate", body, param)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind", "text"),
+    [
+        ("json_schema", '{"type":"null"}', "json_schema", '{"type":"null"}'),
+        ("json_schema", {"type": "null"}, "json_schema", '{"type":"null"}'),
+        ("regex", "a+", "regex", "a+"),
+        ("ebnf", 'root ::= "a"', "grammar", 'root ::= "a"'),
+    ],
+)
+async def test_structured_outputs_by_their_names_in_sglang(
+    app: App, field: str, value: object, kind: str, text: str
+) -> None:
+    assert (await app.post("/generate", {"text": "a", "sampling_params": {field: value}})).status_code == 200
+    constraint = app.manager.last.constraint
+    assert constraint is not None
+    assert (constraint.kind, constraint.text) == (kind, text)
 
 
 # ---- /tokenize, /detokenize ------------------------------------------------------------------------------------------

@@ -91,7 +91,6 @@ UNSUPPORTED_OF_CHAT: dict[str, Any] = {
     "tool_choice": "auto",
     "functions": [{"name": "f"}],
     "function_call": "auto",
-    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}},
     "audio": {"voice": "alloy", "format": "wav"},
     "modalities": ["text", "audio"],
     "prediction": {"type": "content", "content": "x"},
@@ -112,7 +111,7 @@ async def test_what_is_not_supported_in_a_chat_is_refused_by_name(app: App, name
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("suffix", "the end"), ("best_of", 3), ("response_format", {"type": "json_object"}), ("prediction", {"a": 1})],
+    [("suffix", "the end"), ("best_of", 3), ("prediction", {"a": 1})],
 )
 async def test_what_is_not_supported_in_a_completion_is_refused_by_name(app: App, name: str, value: object) -> None:
     assert name in await app.refused(COMPLETIONS, {"prompt": "hi", name: value}, name)
@@ -124,6 +123,62 @@ async def test_what_is_not_supported_in_a_completion_is_refused_by_name(app: App
 async def test_an_unknown_parameter_is_refused_by_name(app: App, name: str) -> None:
     for path, prompt in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": HI})):
         assert name in await app.refused(path, {**prompt, name: "(a+)+$"}, name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "null"}}}},
+            "json_schema",
+            '{"type":"null"}',
+        ),
+        ({"structured_outputs": {"json": {"type": "null"}}}, "json_schema", '{"type":"null"}'),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, "json_schema", '{"type": "null"}'),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a","b"]'),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "grammar", 'root ::= "a"'),
+    ],
+)
+async def test_structured_outputs_are_passed_on(app: App, fields: dict[str, Any], kind: str, text: str) -> None:
+    for path, prompt in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": HI})):
+        assert (await app.post(path, {**prompt, **fields})).status_code == 200
+        constraint = app.manager.last.constraint
+        assert constraint is not None
+        assert (constraint.kind, constraint.text) == (kind, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
+            "response_format",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex",
+        ),
+    ],
+)
+async def test_structured_outputs_that_cannot_be_are_refused(app: App, fields: dict[str, Any], param: str) -> None:
+    for path, prompt in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": HI})):
+        await app.refused(path, {**prompt, **fields}, param)
 
 
 async def test_values_that_ask_for_nothing_are_accepted(app: App) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -123,6 +124,18 @@ def test_argmax_finds_the_first_of_equals_and_any_nan() -> None:
     assert torch.equal(tokens, logits.argmax(-1))
     assert tokens[1] == 17
     torch.testing.assert_close(best, logits[torch.arange(6), tokens], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 50, 64, 1003])
+def test_a_mask_leaves_its_tokens_alone(size: int) -> None:
+    rows = random(3, size, dtype=torch.float32)
+    chosen = torch.rand(3, size, generator=torch.Generator().manual_seed(1)) < 0.3
+    masks = [np.packbits(row.numpy(), bitorder="little").tobytes() for row in chosen]
+    expected = rows.masked_fill(~chosen, float("-inf"))
+    padded = [mask + b"\xff" * 3 for mask in masks]  # a library may round up
+    for masked in (native.mask([*rows], masks), reference.mask([*rows], masks), native.mask([*rows], padded)):
+        assert torch.equal(masked, expected)
+    assert torch.equal(reference.mask([*rows], padded), expected)
 
 
 def test_without_a_compiler_the_reason_is_said_and_torch_computes(tmp_path: Path) -> None:

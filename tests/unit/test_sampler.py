@@ -253,6 +253,23 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float, params: dict[str, Any]
     assert rows[2] == sample(logits[2:], [spec(**params)])[0]
 
 
+def test_masked_rows_among_others_are_drawn_as_alone_and_tell_the_logprobs_of_the_model() -> None:
+    logits = random_logits(4)
+    mask = np.packbits(np.isin(np.arange(VOCAB), [3, 11, 30, 49]), bitorder="little").tobytes()
+    specs = [
+        spec(temperature=0.0, mask=mask, top_logprobs=2),
+        spec(temperature=0.0),
+        spec(temperature=1.0, mask=mask, frequency_penalty=2.0, **history([5], [11, 11])),
+        spec(temperature=1.0, top_k=2, mask=mask),
+    ]
+    rows = sample(logits, specs)
+    assert [sample(logits[i : i + 1], [one])[0].token_id for i, one in enumerate(specs)] == [r.token_id for r in rows]
+    assert {rows[i].token_id for i in (0, 2, 3)} <= {3, 11, 30, 49}
+    assert rows[0].logprobs is not None
+    told = np.frombuffer(rows[0].logprobs.token_logprobs, "<f4")[0]
+    assert told == pytest.approx(float(logits[0].log_softmax(-1)[rows[0].token_id]), abs=1e-5)
+
+
 def test_a_row_with_nothing_allowed_fails_alone() -> None:
     nothing = bytes(-(-VOCAB // 8))
     for temperature in (0.0, 1.0):

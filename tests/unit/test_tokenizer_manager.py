@@ -14,11 +14,13 @@ import small_tokenizers
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.detokenizer import Detokenizer
 from llmserve.runtime.engine.batch import int32_array, int32_bytes
+from llmserve.runtime.grammar import grammar_of
 from llmserve.runtime.messages import (
     FILL_CONTEXT,
     AbortReqInput,
     BatchEmbeddingOutput,
     BatchTokenIDOutput,
+    Constraint,
     EmbeddingReqInput,
     EmbeddingRow,
     FinishReason,
@@ -95,7 +97,7 @@ def started(manager: TokenizerManager, req: GenerateReqInput) -> "asyncio.Task[l
 
 @pytest_asyncio.fixture
 async def manager(tmp_path: Path) -> AsyncIterator[TokenizerManager]:
-    config: Any = type("Config", (), {"vocab_size": 400, "max_position_embeddings": 1000})
+    config: Any = type("Config", (), {"vocab_size": 400, "max_position_embeddings": 1000, "eos_token_ids": (1,)})
     checkpoint: Any = type("Checkpoint", (), {"config": config})
     args = ServerArgs(model="test", seed=1, watchdog_timeout=0.2)
     manager = TokenizerManager(args, PortArgs.init_new(tmp_path), checkpoint, TOKENIZER)
@@ -323,6 +325,23 @@ async def test_an_overlong_prompt_is_told_how_long_it_is(manager: TokenizerManag
     with pytest.raises(RequestError, match=r"has 150 tokens.*100 tokens") as caught:
         await collect(manager, request(input_ids=((1,) * 150,)))
     assert caught.value.code == "context_length_exceeded"
+
+
+async def test_what_the_text_must_match_is_read_before_it_is_sent(manager: TokenizerManager, stack: FakeStack) -> None:
+    constraint = Constraint(kind="regex", text="a+", param="the.regex")
+    running = started(manager, request(constraint=constraint))
+    sent = await stack.receive()
+    assert isinstance(sent, TokenizedGenerateReqInput)
+    assert sent.grammar == grammar_of(constraint)
+    stack.send(row("r", "aa", finish=LENGTH))
+    await running
+    with pytest.raises(RequestError) as refused:
+        await collect(manager, request(constraint=Constraint(kind="regex", text="(", param="the.regex")))
+    assert (refused.value.status, refused.value.param) == (400, "the.regex")
+    manager._can_end = False
+    with pytest.raises(RequestError, match="ends a text"):
+        await collect(manager, request(constraint=constraint))
+    assert await stack.receives_nothing()
 
 
 async def test_a_rid_in_flight_is_refused_and_free_again_after_its_end(

@@ -197,6 +197,11 @@ void llmserve_argmax(const float* logits, int64_t* tokens, float* best, int64_t 
     });
 }
 
+// to [rows, size]: those rows of scores, masked.
+void llmserve_mask(const float* const* from, const uint8_t* const* masks, float* to, int64_t rows, int64_t size) {
+    for_rows(rows, size, [&](int64_t r) { mask(from[r], masks[r], to + r * size, size); });
+}
+
 // tokens [n]: one drawn from each of the rows of scores [size], none of which may be all -inf or hold a NaN.
 void llmserve_draw(const float* const* rows, const float* best, const DrawParams* params, int64_t* tokens, int64_t n,
                    int64_t size) {

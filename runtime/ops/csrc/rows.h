@@ -77,4 +77,14 @@ inline int64_t argmax(const float* row, int64_t size) {
     return 0;
 }
 
+// to[i] = from[i] where bit i of the mask is set, else minus infinity.
+inline void mask(const float* from, const uint8_t* bits, float* to, int64_t size) {
+    const __m512 never = _mm512_set1_ps(-INFINITY);
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const __mmask16 lanes = first_lanes(size - i);
+        const int allowed = bits[i / 8] | (size - i > 8 ? bits[i / 8 + 1] << 8 : 0);
+        store(to + i, _mm512_mask_loadu_ps(never, lanes & static_cast<__mmask16>(allowed), from + i), lanes);
+    }
+}
+
 }  // namespace llmserve

@@ -1,0 +1,152 @@
+"""Guides: which tokens may follow in a sequence whose text must match a grammar.
+
+Grammars are compiled in threads, so that no step waits for one, and kept.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from threading import Lock
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from llmserve.runtime.grammar import LIMITS, told
+from llmserve.runtime.tokenizer import Tokenizer
+
+THREADS = 2
+KEPT_GRAMMARS = 64
+KEPT_LENGTH = 1 << 20
+"""Characters of all that are kept; compiled, one takes up to some hundreds of bytes for each."""
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be compiled, or not be followed any further. The text is for the client."""
+
+
+class Program:
+    """A compiled grammar, which the guides of many sequences share."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        """Raises GrammarError."""
+        if matcher.is_error():
+            raise GrammarError(f"the grammar cannot be used: {told(matcher.get_error())}")
+        self.matcher = matcher
+        self.spent = False
+        """Whether it has reached a limit on what it may learn of its own states; no guide can use it from then on."""
+
+
+class Guide:
+    """One sequence's place in its grammar: it has been told all tokens that were generated."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._matcher = program.matcher.deep_copy()
+
+    def mask(self, unwanted: Collection[int]) -> bytes:
+        """The tokens that may follow, a bit each, the lowest first; those `unwanted` only where there are no others.
+
+        Where the text may end the tokens that end it are among them. Raises GrammarError.
+        """
+        mask = self._matcher.compute_bitmask()
+        self._check()
+        if unwanted:
+            wanted = bytearray(mask)
+            for token in unwanted:
+                wanted[token >> 3] &= ~(1 << (token & 7))
+            if wanted.count(0) < len(wanted):
+                return bytes(wanted)
+        return mask
+
+    def advance(self, token: int) -> None:
+        """Raises GrammarError where the token does not fit."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            self._program.spent = True
+            raise GrammarError(f"the grammar cannot be followed here: {told(self._matcher.get_error())}")
+
+
+class Guides:
+    """Compiles grammars and keeps those that were used last."""
+
+    def __init__(self, vocabulary: Callable[[], LLTokenizer]) -> None:
+        """`vocabulary` is called when it is needed first: it takes a fraction of a second."""
+        self._make_vocabulary = vocabulary
+        self._lock = Lock()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+        self._kept: OrderedDict[str, Future[Program]] = OrderedDict()
+        self._compiling: list[Future[Program]] = []
+
+    def program(self, grammar: str) -> "Future[Program]":
+        """The compiled grammar, at once or soon. The future raises GrammarError."""
+        future = self._kept.get(grammar)
+        if future is None or (future.done() and (future.exception() is not None or future.result().spent)):
+            future = self._kept[grammar] = self._threads.submit(self._compile, grammar)
+            self._compiling.append(future)
+        self._kept.move_to_end(grammar)
+        while len(self._kept) > KEPT_GRAMMARS or (sum(map(len, self._kept)) > KEPT_LENGTH and len(self._kept) > 1):
+            self._kept.popitem(last=False)
+        return future
+
+    def poll(self) -> bool:
+        """Whether a grammar was being compiled when this was last called: its requests may not know that it is done."""
+        before, self._compiling = self._compiling, [future for future in self._compiling if not future.done()]
+        return bool(before)
+
+    def _compile(self, grammar: str) -> Program:
+        with self._lock:
+            vocabulary = self._vocabulary
+        return Program(LLMatcher(vocabulary, grammar, limits=LIMITS, log_level=0))
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        return self._make_vocabulary()
+
+
+def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
+    """The tokens of a model with logits for `vocab_size` of them, as llguidance knows them."""
+    return LLTokenizer(
+        TokenizerWrapper(_Tokens(tokenizer, vocab_size, list(eos_token_ids))), eos_token=[*eos_token_ids]
+    )
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer. Special tokens match no text; a grammar may ask for them by name."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        special = tokenizer.special_ids | set(eos_token_ids)
+        self.special_token_ids = sorted(special)
+        self.eos_token_id = eos_token_ids[0]
+        self.bos_token_id = None
+        self._tokenizer = tokenizer
+        self._ids = {self.tokens[token]: token for token in range(vocab_size) if token not in special}
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text that goes on from another: many tokenizers put a space before one that begins."""
+        data = text.encode()
+        for before in ("", "\n"):
+            ids = self._tokenizer.encode(before + text, add_special_tokens=False)
+            while ids:
+                if b"".join(self.tokens[token] for token in ids) == data:
+                    return ids
+                ids = ids[1:] if before else []
+        return self._longest_tokens(data)
+
+    def _longest_tokens(self, data: bytes) -> list[int]:
+        """Some tokens of a text, as far as there are any: always the longest one that is next."""
+        ids: list[int] = []
+        start = 0
+        while start < len(data):
+            for end in range(min(len(data), start + self._longest), start, -1):
+                if (token := self._ids.get(data[start:end])) is not None:
+                    ids.append(token)
+                    start = end
+                    break
+            else:
+                break
+        return ids
