@@ -108,6 +108,7 @@ _READERS: dict[str, Callable[[str], str]] = {
     "json_schema": lambda text: LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS),
     "regex": LLMatcher.grammar_from_regex,
     "choice": _choice,
+    "lark": LLMatcher.grammar_from_lark,
     "grammar": lambda text: LLMatcher.grammar_from_lark(any_to_lark(text)),
 }
 

@@ -73,10 +73,10 @@ class LogprobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the text of every choice must match: a JSON schema, a regular expression, one of the choices in a JSON list,
-    or a grammar as Lark or llama.cpp (GBNF) write it.
+    or a grammar as Lark writes it, or as either Lark or llama.cpp (GBNF) do.
     """
 
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "regex", "choice", "lark", "grammar"]
     text: str
     param: str
     """What the client calls it: refusals name it."""

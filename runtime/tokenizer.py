@@ -6,6 +6,7 @@ It is the `tokenizers` library plus the chat template: importing transformers wo
 import codecs
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,12 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._sources)
+
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template that is told of tools; None where none is."""
+        source = self._sources.get("tool_use") or self._sources.get("default", "")
+        return source if re.search(r"\btools\b", source) else None
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any

@@ -10,6 +10,7 @@ from llmserve.runtime.fanout import Replicas
 from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.server import (
     admin,
+    chat_answer,
     embeddings,
     errors,
     models,
@@ -28,7 +29,7 @@ DOCUMENTED = (
     openai_completions.CompletionRequest,
     openai_completions.Completion,
     openai_chat.ChatRequest,
-    openai_chat.ChatCompletion,
+    chat_answer.ChatCompletion,
     embeddings.EmbeddingRequest,
     embeddings.EmbeddingList,
     models.Model,

@@ -1,7 +1,7 @@
 """The parameters that both OpenAI APIs take, and what becomes of those that are not supported.
 
 A parameter is honoured or refused by name. Those that OpenAI's clients send with a value that asks for nothing
-("tools": []) are accepted with that value only. `null` means absent, as it does for OpenAI. Ranges are the
+("functions": []) are accepted with that value only. `null` means absent, as it does for OpenAI. Ranges are the
 TokenizerManager's business.
 """
 
@@ -79,11 +79,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "service_tier": Unsupported(("auto", "default"), "there is one service tier"),
     "prediction": Unsupported((), "predicted outputs are not supported"),
     "suffix": Unsupported(("",), "the text after the completion cannot be given"),
-    "tools": Unsupported(([],), "tool calls are not supported"),
-    "tool_choice": Unsupported(("none",), "tool calls are not supported"),
-    "parallel_tool_calls": Unsupported((True, False), "tool calls are not supported"),
-    "functions": Unsupported(([],), "function calls are not supported"),
-    "function_call": Unsupported(("none",), "function calls are not supported"),
+    "functions": Unsupported(([],), "give tools and tool_choice instead"),
+    "function_call": Unsupported(("none",), "give tools and tool_choice instead"),
     "modalities": Unsupported((["text"],), "only text is generated"),
     "audio": Unsupported((), "only text is generated"),
     "web_search_options": Unsupported((), "the web is not searched"),
