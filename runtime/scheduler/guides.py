@@ -6,8 +6,6 @@ Grammars are compiled in threads, so that no step waits for one, and kept.
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from threading import Lock
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -73,10 +71,9 @@ class Guides:
     """Compiles grammars and keeps those that were used last."""
 
     def __init__(self, vocabulary: Callable[[], LLTokenizer]) -> None:
-        """`vocabulary` is called when it is needed first: it takes a fraction of a second."""
-        self._make_vocabulary = vocabulary
-        self._lock = Lock()
+        """`vocabulary` is called at once, in a thread: it takes a fraction of a second, and holds steps up then."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+        self._vocabulary = self._threads.submit(vocabulary)
         self._kept: OrderedDict[str, Future[Program]] = OrderedDict()
         self._compiling: list[Future[Program]] = []
 
@@ -97,13 +94,7 @@ class Guides:
         return bool(before)
 
     def _compile(self, grammar: str) -> Program:
-        with self._lock:
-            vocabulary = self._vocabulary
-        return Program(LLMatcher(vocabulary, grammar, limits=LIMITS, log_level=0))
-
-    @cached_property
-    def _vocabulary(self) -> LLTokenizer:
-        return self._make_vocabulary()
+        return Program(LLMatcher(self._vocabulary.result(), grammar, limits=LIMITS, log_level=0))
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:

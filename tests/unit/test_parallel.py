@@ -17,9 +17,12 @@ from llmserve.runtime.attention.base import ForwardBatch
 from llmserve.runtime.distributed.collectives import least
 from llmserve.runtime.distributed.groups import Group, Topology, init_topology
 from llmserve.runtime.distributed.pipeline import Pipe, stage_layers
+from llmserve.runtime.engine.batch import PlanRow, SampleSpec, StepPlan
+from llmserve.runtime.engine.ranks import _without_masks
 from llmserve.runtime.engine.weights import load_weights, weight_bytes
 from llmserve.runtime.layers.embedding import split_vocab
 from llmserve.runtime.layers.linear import split_heads, split_rows
+from llmserve.runtime.messages import SamplingParams
 from llmserve.runtime.models.hub import resolve
 from llmserve.runtime.models.registry import build_model
 from llmserve.runtime.ops import native
@@ -120,6 +123,14 @@ def test_ranks_compute_what_one_computes(family: str, split: Split, overrides: d
     tied_twice = config.vocab_size * config.hidden_size * 4 if config.tie_word_embeddings and split.pp > 1 else 0
     once = weight_bytes(single) + tied_twice  # the first and the last stage both have a tied embedding
     assert once <= sum(size for size, _ in ranks) < 1.15 * once, "only norms and shared KV heads are there twice"
+
+
+def test_ranks_that_do_not_draw_get_no_masks() -> None:
+    specs = [SampleSpec(params=SamplingParams(), seed=1, position=2, mask=mask) for mask in (b"\x01", b"")]
+    rows = [PlanRow(token_ids=b"1234", start=0, pages=b"", sample=spec) for spec in (*specs, None)]
+    lean = _without_masks(StepPlan(rows=tuple(rows)))
+    assert [row.sample for row in lean.rows] == [specs[1], specs[1], None]
+    assert [row.token_ids for row in lean.rows] == [b"1234"] * 3
 
 
 def test_rows_of_a_rank() -> None:
