@@ -53,6 +53,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     children: tuple[int, ...] = ()
     rpc_addresses: tuple[str, ...] = ()
     """One a replica."""
+    lost_replicas: tuple[int, ...] = ()
+    """The dp_ranks of those that have died; the others serve on."""
 
     @property
     def alive(self) -> bool:

@@ -251,6 +251,7 @@ class Stack:
                 child.pid for child in self._children if child not in self._ranks or self._ranks[child].dp_rank in alive
             ),
             rpc_addresses=tuple(self._ports[number].rpc_ipc_name for number in alive if self.args.node_rank == 0),
+            lost_replicas=tuple(number for number in range(self.args.dp_size) if number not in alive),
         )
 
     def _fail(self, reason: str, exit_code: int = 1) -> None:

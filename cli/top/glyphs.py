@@ -18,13 +18,13 @@ class Glyphs(NamedTuple):
     up: str
 
 
-STATE_WORDS = ("ready", "connecting", "starting", "draining", "paused", "stalled", "dead", "lost")
+STATE_WORDS = ("ready", "connecting", "starting", "draining", "paused", "degraded", "stalled", "dead", "lost")
 UNICODE = Glyphs(
     spark=" ▁▂▃▄▅▆▇█",
     used="█",
     cached="▒",
     free="·",
-    states=dict(zip(STATE_WORDS, "●◌◌◐‖▲✖?", strict=True)),
+    states=dict(zip(STATE_WORDS, "●◌◌◐‖◒▲✖?", strict=True)),
     chosen="▸",
     tagged="◆",
     alert="▲",
@@ -38,7 +38,7 @@ ASCII = Glyphs(
     used="#",
     cached="+",
     free=".",
-    states=dict(zip(STATE_WORDS, "*oo~=!X?", strict=True)),
+    states=dict(zip(STATE_WORDS, "*oo~=%!X?", strict=True)),
     chosen=">",
     tagged="*",
     alert="!",
@@ -53,6 +53,7 @@ STATE_STYLES = {
     "starting": "warn",
     "draining": "warn",
     "paused": "warn",
+    "degraded": "bad",
     "stalled": "bad",
     "dead": "bad",
     "lost": "bad",

@@ -67,6 +67,8 @@ class Model:
             self.link = sample
             if sample.status in ("starting", "connecting"):
                 self._forget()
+            for rank in sample.lost_replicas:
+                self._lose(rank)
 
     @property
     def has_rates(self) -> bool:
@@ -114,6 +116,8 @@ class Model:
     # ---- taking samples --------------------------------------------------------------------------------------------
 
     def _add_scheduler(self, sample: SchedulerMetrics) -> None:
+        if self.link is not None and sample.dp_rank in self.link.lost_replicas:
+            return  # its last words
         before = self._replicas.get(sample.dp_rank)
         if before is not None and sample.steps_total < before.steps_total:
             self._forget()  # counters never fall: this is another instance under the same name
@@ -137,6 +141,18 @@ class Model:
         for process in processes:
             self._processes[rank_of(process)] = (process, time)
 
+    def _lose(self, rank: int) -> None:
+        """A replica has died: it has nothing any more, but what it had counted still counts."""
+        replica = self._replicas.get(rank)
+        if replica is not None and replica.state != "lost":
+            nothing = dict.fromkeys(("running", "waiting", "max_running", "step_s"), 0)
+            no_memory = dict.fromkeys(("kv_tokens_total", "kv_tokens_used", "kv_tokens_cached"), 0)
+            self._replicas[rank] = msgspec.structs.replace(
+                replica, state="lost", requests=(), processes=(), **nothing, **no_memory
+            )
+            for process in replica.processes:
+                self._processes.pop(rank_of(process), None)
+
     def _forget(self) -> None:
         for held in (self._replicas, self._stepped, self._history, self._work, self._latencies, self._processes):
             held.clear()
@@ -151,22 +167,33 @@ class Model:
             if silent_s > STALE_S:
                 return "stalled", f"the scheduler has said nothing for {silent_s:.0f} s"
             return ("connecting" if self.expects_data else "starting"), ""
-        for rank, replica in self._replicas.items():
-            who = f"replica {rank}" if len(self._replicas) > 1 else "the scheduler"
-            if now - replica.time > STALE_S:
-                return "stalled", f"{who} has said nothing for {now - replica.time:.0f} s"
-            idle_s = now - self._stepped[rank]
-            if replica.running and idle_s > NO_STEP_S and replica.state == "ready":
-                return "stalled", f"{who} made no step for {idle_s:.0f} s while {replica.running} run"
+        lost = self.link.lost_replicas if self.link is not None else ()
+        replicas = {rank: replica for rank, replica in self._replicas.items() if rank not in lost}
+        faults = [fault for rank in replicas if (fault := self._fault(rank, now))]
+        if faults and len(faults) == len(replicas):
+            return "stalled", faults[0]
+        faults = [f"replica {rank} is lost" for rank in lost] + faults
         if self._latencies and now - self._latencies.newest.time > STALE_S:
             return "stalled", f"the front has said nothing for {now - self._latencies.newest.time:.0f} s"
         if self.link is not None and self.link.status == "draining":
             return "draining", ""
-        states = {replica.state for replica in self._replicas.values()}
+        if faults:
+            return "degraded", "; ".join(faults)
+        states = {replica.state for replica in replicas.values()}
         for state in ("starting", "paused", "draining"):
             if state in states:
                 return state, ""
         return "ready", ""
+
+    def _fault(self, rank: int, now: float) -> str:
+        """What is wrong with a replica, if something is."""
+        replica, idle_s = self._replicas[rank], now - self._stepped[rank]
+        who = f"replica {rank}" if len(self._replicas) > 1 else "the scheduler"
+        if now - replica.time > STALE_S:
+            return f"{who} has said nothing for {now - replica.time:.0f} s"
+        if replica.running and idle_s > NO_STEP_S and replica.state == "ready":
+            return f"{who} made no step for {idle_s:.0f} s while {replica.running} run"
+        return ""
 
     def _load(self, now: float) -> Load:
         if not self._history:

@@ -122,8 +122,10 @@ def replicas(frame: Frame) -> list[Line]:
     items: list[Line] = []
     for each in frame.s.replicas:
         late = each.heartbeat_age_s > STALE_S
-        state = f"{frame.glyphs.alert} silent" if late else each.state
-        item: Line = [(f"dp{each.dp_rank} ", "dim"), (state, "bad" if late else STATE_STYLES.get(each.state, ""))]
+        state = "silent" if late and each.state != "lost" else each.state
+        sign = f"{frame.glyphs.alert} " if late or each.state == "lost" else ""
+        style = "bad" if late else STATE_STYLES.get(each.state, "")
+        item: Line = [(f"dp{each.dp_rank} ", "dim"), (f"{sign}{state}", style)]
         kv = format.percent(each.kv_used, each.kv_total)
         item += [(" run ", "dim"), (str(each.running), ""), (" wait ", "dim"), (str(each.waiting), "")]
         items.append([*item, (" kv ", "dim"), (kv, "")])

@@ -29,6 +29,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     address: str = ""
     detail: str = ""
     """Why there is no connection, for the reader."""
+    lost_replicas: tuple[int, ...] = ()
 
 
 class GpuInfo(Row, frozen=True, kw_only=True):

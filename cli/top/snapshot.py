@@ -6,7 +6,8 @@ import msgspec
 
 SCHEMA_VERSION = 1
 
-State = Literal["connecting", "starting", "ready", "draining", "paused", "stalled", "dead", "lost"]
+State = Literal["connecting", "starting", "ready", "draining", "paused", "degraded", "stalled", "dead", "lost"]
+"""degraded: some of the replicas serve, the others do not."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, cast
 
+import msgspec
+
 from llmserve.cli import format
 from llmserve.cli.rpc import Remote
 from llmserve.cli.top import gpus
@@ -201,10 +203,15 @@ class Live(Source):
                     look = time.monotonic() + LOOK_S
                     if not record.alive:
                         raise InstanceError(f"its process {record.pid} is gone", 69)
+                    found = find_instance(record.name)
+                    if found.rpc_addresses != record.rpc_addresses:  # a replica has died
+                        lease.end()
+                        self._record = record = found
+                        lease = Lease(record, endpoint)
                     if lease.error is not None:
                         raise lease.error
                     # A front that is to end says so in its record; the scheduler goes on as ever.
-                    status = "draining" if find_instance(record.name).state == "draining" else "connected"
+                    status = "draining" if found.state == "draining" else "connected"
                     if pull.bad_frames and not heard:
                         self._say("lost", "it is of another version: start llmserve top again")
                     heard = False
@@ -229,12 +236,9 @@ class Live(Source):
             model=record.served_model_names[0] if record.served_model_names else record.model,
             address=f"{record.host}:{record.port}",
             detail=detail,
+            lost_replicas=record.lost_replicas,
         )
-        if self._link is None or (link.status, link.detail, link.address) != (
-            self._link.status,
-            self._link.detail,
-            self._link.address,
-        ):
+        if self._link is None or link != msgspec.structs.replace(self._link, time=link.time):
             self._link = link
             self.put(link)
 

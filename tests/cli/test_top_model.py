@@ -204,12 +204,34 @@ def test_a_restart_begins_anew() -> None:
     assert len(found.history["decode"]) == 1
 
 
-def test_a_replica_that_has_died_is_named() -> None:
+def test_a_replica_that_is_lost_is_named_and_has_nothing_any_more() -> None:
+    """What it had counted still counts, so that no rate falls below zero; the others serve on."""
+    model = fed([msgspec.structs.replace(scheduler(s), dp_rank=rank) for s in range(5) for rank in (0, 1)])
+    model.add(Link(time=START + 4, status="connected", name="prod", lost_replicas=(1,)))
+    last_words = msgspec.structs.replace(scheduler(5), dp_rank=1)
+    for sample in (last_words, scheduler(5), scheduler(6)):
+        model.add(sample)
+    found = model.snapshot(START + 6)
+    assert (found.state, found.reason) == ("degraded", "replica 1 is lost")
+    assert [(each.state, each.running, each.kv_total) for each in found.replicas] == [
+        ("ready", 3, 10_000),
+        ("lost", 0, 0),
+    ]
+    assert (found.load.running, found.load.max_running, found.cache.total) == (3, 64, 10_000)
+    assert {request.dp_rank for request in found.requests} == {0}
+    assert [process.dp_rank for process in found.processes] == [0]
+    assert 100.0 <= found.load.decode_tokens_per_s < 200.0  # of both, then of one
+    later = fed([Link(time=START, status="connected", name="prod", lost_replicas=(1,)), scheduler(0), scheduler(1)])
+    assert later.snapshot(START + 1).reason == "replica 1 is lost"  # though nobody has seen it live
+    assert later.snapshot(START + 9).state == "stalled"  # the last one too
+
+
+def test_a_replica_that_is_silent_is_named() -> None:
     model = fed([msgspec.structs.replace(scheduler(1), dp_rank=rank) for rank in (0, 1)])
     for second in range(2, 8):
         model.add(scheduler(second))
     found = model.snapshot(START + 7)
-    assert (found.state, found.reason) == ("stalled", "replica 1 has said nothing for 6 s")
+    assert (found.state, found.reason) == ("degraded", "replica 1 has said nothing for 6 s")
     assert [each.heartbeat_age_s for each in found.replicas] == [0.0, 6.0]
 
 

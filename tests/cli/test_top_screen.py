@@ -283,6 +283,22 @@ def test_an_instance_that_is_to_end_is_draining_though_its_scheduler_goes_on() -
             assert ends(child) == 0
 
 
+def test_an_instance_that_loses_a_replica_is_degraded_and_its_metrics_go_on() -> None:
+    with FakeInstance() as fake:
+        watch(fake)
+        (address,) = fake.instance.record.rpc_addresses
+        with FakeInstance("other") as other, terminal("-i", "fake", "--interval", "0.2", size=(24, 120)) as child:
+            other.handlers[SubscribeMetricsReqInput] = lambda request: SubscribeMetricsReqOutput(lease_s=5.0)
+            fake.instance.update(rpc_addresses=(address, *other.instance.record.rpc_addresses))
+            child.expect("● ready")
+            other.__exit__(None, None, None)
+            fake.instance.update(rpc_addresses=(address,), lost_replicas=(1,))
+            child.expect("◒ degraded.*replica 1 is lost")
+            assert "? lost" not in child.before
+            child.send("q")
+            assert ends(child) == 0
+
+
 def test_an_instance_of_another_version_is_said_to_be_one() -> None:
     with FakeInstance() as fake:
 

@@ -233,4 +233,6 @@ def test_replicas_are_shown_with_what_each_has_to_do(snapshot: Snapshot, size: t
     idle = msgspec.structs.replace(busy, dp_rank=1, running=0, waiting=0, kv_used=0, heartbeat_age_s=9.0)
     text = drawn(msgspec.structs.replace(snapshot, replicas=(busy, idle)), *size)
     assert "replicas dp0 ready run 7 wait 2 kv 90%  dp1 ▲ silent run 0 wait 0 kv 0%" in text
+    lost = msgspec.structs.replace(idle, state="lost", kv_total=0)
+    assert "dp1 ▲ lost run 0 wait 0 kv -" in drawn(msgspec.structs.replace(snapshot, replicas=(busy, lost)), *size)
     assert "2 replicas" in text.splitlines()[0]
