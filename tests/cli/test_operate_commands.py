@@ -300,11 +300,18 @@ def test_flush_while_busy_is_exit_75_with_the_counts(fake: FakeInstance) -> None
     assert "2 requests run and 1 waits" in result.err
 
 
+def test_the_timeout_of_a_flush_begins_after_its_wait(fake: FakeInstance) -> None:
+    fake.handlers[FlushCacheReqInput] = lambda _: []
+    result = run("flush-cache", "--wait", "0.2", "--timeout", "0.1")
+    assert (result.code, result.err) == (75, "llmserve: no answer came in 0.3 s; see --timeout\n")
+
+
 def test_flush_abort_is_confirmed(fake: FakeInstance) -> None:
     fake.handlers[FlushCacheReqInput] = lambda _: FlushCacheReqOutput(pages_freed=1, bytes_freed=1, aborted=("a",))
     assert run("flush-cache", "--abort").code == 2
     assert fake.requests == []
     assert run("flush-cache", "--abort", "--yes").out == "flushed 1 page (1 B), 1 request aborted\n"
+    assert fake.requests == [FlushCacheReqInput(abort=True)]
     assert run("flush-cache", "--abort", "--wait", "3").code == 2
 
 
