@@ -93,6 +93,7 @@ def examine(fix: bool, port: int, timeout_s: float) -> Iterator[Finding]:
     yield memory()
     running = {}
     for record in alive:
+        yield from lost(record)
         answers = ask(record, timeout_s)
         if isinstance(answers, list):
             running[record.name] = answers
@@ -233,6 +234,13 @@ def ask(record: InstanceRecord, timeout_s: float) -> "list[GetStatusReqOutput] |
             return remote.each(GetStatusReqInput())
     except RpcCallError as error:
         return error
+
+
+def lost(record: InstanceRecord) -> Iterator[Finding]:
+    """Replicas that have died while others serve on."""
+    for replica in record.lost_replicas:
+        detail = f'"{record.name}" has lost replica {replica}, whose end `llmserve logs` tells; restart it'
+        yield Finding("replicas", "bad", detail)
 
 
 def pool(name: str, answers: "list[GetStatusReqOutput]") -> Finding:

@@ -32,6 +32,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     children: tuple[int, ...] = ()
     replicas: tuple["Load", ...] = ()
     """What each replica has and is, where there are several."""
+    lost_replicas: tuple[int, ...] = ()
     ranks: tuple[dict[str, object], ...] = ()
     """The schedulers' processes, all ranks of all replicas."""
 
@@ -46,8 +47,9 @@ def ps(
 ) -> None:
     """List the running instances, with the requests that run and wait in each.
 
-    Of several replicas, RUN and WAIT show each one's. A state is starting, ready, paused or draining; silent: its
-    scheduler does not answer within --timeout; or dead: its process is gone, and the next launch removes its rest.
+    Of several replicas, RUN and WAIT show each one's. A state is starting, ready, paused or draining; degraded: it has
+    lost a replica; silent: its scheduler does not answer within --timeout; or dead: its process is gone, and the next
+    launch removes its rest.
     """
     console = console_of(ctx)
     lines = [look(record, timeout, ranks=json) for record in list_instances() if record.alive or all_records]
@@ -84,6 +86,7 @@ def look(record: InstanceRecord, timeout_s: float, ranks: bool = False) -> Line:
         log_path=record.log_path,
         children=record.children,
         replicas=tuple(loads) if len(loads) > 1 else (),
+        lost_replicas=record.lost_replicas,
         ranks=tuple(ask_ranks(record, timeout_s)) if ranks and loads else (),
     )
 
@@ -109,7 +112,8 @@ def state_of(record: InstanceRecord, loads: Sequence[Load]) -> str:
         return "dead"
     if record.state != "ready":
         return record.state
-    return " and ".join(dict.fromkeys(load.state for load in loads)) or "silent"
+    state = " and ".join(dict.fromkeys(load.state for load in loads)) or "silent"
+    return "degraded" if state == "ready" and record.lost_replicas else state
 
 
 def ask_loads(record: InstanceRecord, timeout_s: float = LOAD_TIMEOUT_S) -> list[Load]:

@@ -46,7 +46,8 @@ def as_json(record: "InstanceRecord", answers: list["GetStatusReqOutput"]) -> di
         fields["options"] = {name: value for name, value, _ in options}
         fields["chosen"] = [name for name, _, chosen in options if chosen]
         replicas.append(fields)
-    where = {name: getattr(record, name) for name in ("name", "pid", "host", "port", "version", "protocol", "log_path")}
+    names = ("name", "pid", "host", "port", "version", "protocol", "log_path", "lost_replicas")
+    where = {name: getattr(record, name) for name in names}
     return {"instance": where, "replicas": replicas}
 
 
@@ -58,6 +59,7 @@ def show(console: Console, record: "InstanceRecord", answer: "GetStatusReqOutput
         "address": f"http://{record.host}:{record.port}",
         "model": f"{answer.model} (weights version {answer.weight_version})",
         "state": f"{answer.state}, up {format.duration(answer.uptime_s)}, {answer.steps} steps",
+        **({"lost": ", ".join(f"replica {n}" for n in record.lost_replicas)} if record.lost_replicas else {}),
         "requests": f"{answer.running} running, {answer.waiting} waiting",
         "kv pool": f"{total} tokens in pages of {answer.page_size}, {format.size(answer.kv_bytes_total)}: {share}",
         "log": record.log_path or "-",

@@ -127,6 +127,18 @@ def test_silence_is_exit_75_after_the_timeout(fake: FakeInstance, command: str) 
     assert "no answer came in 0.2 s; see --timeout" in result.err
 
 
+def test_a_lost_replica_is_named(fake: FakeInstance) -> None:
+    fake.handlers[GetStatusReqInput] = lambda _: STATUS
+    fake.instance.update(lost_replicas=(1,))
+    (line,) = json.loads(run("ps", "--json").out)
+    assert (line["state"], line["lost_replicas"]) == ("degraded", [1])
+    assert "lost      replica 1" in run("status").out.splitlines()
+    del fake.handlers[GetStatusReqInput]
+    (finding,) = (found for found in json.loads(run("doctor", "--json").out) if found["check"] == "replicas")
+    assert finding["status"] == "bad"
+    assert '"fake" has lost replica 1' in finding["detail"]
+
+
 # ---- ping ----------------------------------------------------------------------------------------------------------
 
 
@@ -457,7 +469,7 @@ def test_status_shows_the_instance_in_depth(fake: FakeInstance) -> None:
         ["served-model-name", "automatic", "model"],
     ]
     data = json.loads(run("status", "--json").out)
-    assert data["instance"]["name"] == "fake"
+    assert (data["instance"]["name"], data["instance"]["lost_replicas"]) == ("fake", [])
     assert data["replicas"][0]["processes"][0]["pid"] == 42
     options = data["replicas"][0]["options"]
     assert (options["port"], options["max-model-len"], options["served-model-name"]) == (30000, 8192, ["model"])

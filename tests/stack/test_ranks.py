@@ -300,7 +300,9 @@ def test_a_dead_replica_takes_only_its_own_requests(own_root: Path, long_model: 
         assert text(instance, "Still here")
         assert len(cli_json(instance, "status")["replicas"]) == 1
         (shown,) = json.loads(run_cli(own_root, "ps", "--json").stdout)
-        assert (shown["state"], shown["running"]) == ("ready", 2)
+        assert (shown["state"], shown["running"], shown["lost_replicas"]) == ("degraded", 2, [1])
+        seen = cli_json(instance, "top", "--once")
+        assert (seen["state"], seen["reason"]) == ("degraded", "replica 1 is lost")
         rank_process(instance, "scheduler-dp0-pp0-tp0").kill()
         assert instance.wait_ended(5) == 1
         assert_gone(processes, 1)
