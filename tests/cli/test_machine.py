@@ -19,7 +19,7 @@ import psutil
 import pytest
 from fake_instance import FakeInstance, fresh_registry, run
 
-from llmserve.cli import doctor, restart
+from llmserve.cli import doctor, restart, stop
 from llmserve.cli.common import CommandError
 from llmserve.runtime.instance import InstanceRecord, process_start_time
 from llmserve.runtime.logs import LineFormatter
@@ -168,9 +168,33 @@ def test_restart_reads_how_the_process_was_launched(sleeper: subprocess.Popen[by
     assert directory == str(tmp_path)
 
 
+def test_restart_ends_it_as_asked_and_launches_with_all_that_it_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+    show = [sys.executable, "-c", "import os; print(os.getcwd(), os.environ['KEPT'])"]
+    monkeypatch.setattr(restart, "how_launched", lambda record: (show, os.environ | {"KEPT": "a key"}, str(tmp_path)))
+    monkeypatch.setattr(restart, "end", lambda console, record, now, timeout: asked.append((record.name, now, timeout)))
+    with FakeInstance():
+        assert run("restart", "--now", "--timeout", "7").out == f"{tmp_path} a key\n"
+        assert run("restart").code == 0
+    assert asked == [("fake", True, 7.0), ("fake", False, None)]
+
+
 def test_restart_refuses_what_launch_did_not_start() -> None:
     with pytest.raises(CommandError, match="not started by"):
         restart.how_launched(InstanceRecord(name="x", pid=os.getpid(), port=1))
+
+
+def test_stop_now_tells_it_to_end_at_once_before_it_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told so, it still tells its clients."""
+    sent: list[int] = []
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda process, number: sent.append(number))
+    monkeypatch.setattr(stop, "ENDS_NOW_WITHIN_S", 0.01)
+    with FakeInstance():
+        assert run("stop", "--now").code == 0
+        assert run("stop", "--timeout", "0.01").code == 75
+    assert sent == [signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM]
 
 
 # ---- doctor --------------------------------------------------------------------------------------------------------
