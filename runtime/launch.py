@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from llmserve.runtime.child import ChildInit, Fact, Progress, Status
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.instance import acquire
@@ -194,6 +196,13 @@ class Stack:
         self._children.append(child)
         log.info("started child=%s pid=%d", role, child.pid)
         return child
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The options in effect: as given, but for those that the instance has chosen itself."""
+        chosen: dict[str, object] = {name: self.facts[name] for name in self.facts if hasattr(self.args, name)}
+        chosen |= {"max_total_tokens": self.facts["kv_tokens"], "load_format": self.checkpoint.format}
+        return {**msgspec.to_builtins(self.args), **chosen}
 
     # ---- supervision -----------------------------------------------------------------------------------------------
 

@@ -134,6 +134,7 @@ async def serve_stack(stack: Stack, secrets: Secrets, asked: "asyncio.Future[int
     http.app = (await app_module).build_app(
         tokenizer_manager=stack.tokenizer_manager,
         args=stack.args,
+        options=stack.options,
         secrets=secrets,
         checkpoint=stack.checkpoint,
         rpc=Replicas(stack.instance.directory, lambda: stack.instance.record.rpc_addresses),

@@ -162,5 +162,6 @@ def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:
         page_size=info.page_size,
         max_model_len=info.max_model_len,
         weight_bytes=info.weight_bytes,
+        **info.in_effect,
     )
     scheduler.run(Poller(inbox, router).wait)

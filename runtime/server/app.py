@@ -54,15 +54,18 @@ DOCUMENTED = (
 def build_app(
     tokenizer_manager: TokenizerManager,
     args: ServerArgs,
+    options: dict[str, object],
     secrets: Secrets,
     checkpoint: Checkpoint,
     rpc: Replicas,
 ) -> FastAPI:
     """The routes over one TokenizerManager, and the operators' over the scheduler's RPC socket.
 
+    `options` are the ServerArgs in effect, to be shown: `args`, and what has been chosen of it.
+
     No interactive documentation: its pages load scripts from elsewhere.
     """
-    context = Context(manager=tokenizer_manager, args=args, checkpoint=checkpoint)
+    context = Context(manager=tokenizer_manager, args=args, options=options, checkpoint=checkpoint)
     app = FastAPI(
         title="llmserve",
         version=importlib.metadata.version("llmserve"),

@@ -13,6 +13,7 @@ from llmserve.runtime.tokenizer_manager import RequestError, TokenizerManager
 class Context:
     manager: TokenizerManager
     args: ServerArgs
+    options: dict[str, object]
     checkpoint: Checkpoint
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """Unix seconds, the `created` of the model."""

@@ -76,7 +76,7 @@ def add_routes(app: FastAPI, context: Context) -> None:
                 served_model_names=context.model_names,
                 max_model_len=manager.limits.max_model_len,
                 vocab_size=manager.limits.vocab_size,
-                options=msgspec.to_builtins(context.args),
+                options=context.options,
                 scheduler=_scheduler_load(manager.scheduler_metrics),
             )
         )

@@ -211,6 +211,12 @@ def test_health_answers_fast_idle_and_busy(http: httpx.Client, rpc: RpcClient) -
     assert max(idle + busy) < 0.5
 
 
+def test_the_server_info_has_the_options_in_effect(http: httpx.Client, rpc: RpcClient) -> None:
+    options = http.get("/server_info").json()["options"]
+    assert options == rpc.call(GetStatusReqInput()).options
+    assert {"auto", None}.isdisjoint(options[name] for name in ("dtype", "device", "max_model_len", "max_total_tokens"))
+
+
 def test_health_is_200_while_paused(http: httpx.Client, rpc: RpcClient) -> None:
     rpc.call(PauseGenerationReqInput(mode="retract"))
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import small_tokenizers
 import uvicorn
 
@@ -68,8 +69,10 @@ class App:
             path="/m/tiny", format="safetensors", name=MODEL, tokenizer_dir="/m/tiny", config=config
         )
         self.asgi = build_app(
+        args = ServerArgs(model="/m/tiny", **options)  # type: ignore[arg-type]
             tokenizer_manager=self.manager,  # type: ignore[arg-type]
-            args=ServerArgs(model="/m/tiny", **options),  # type: ignore[arg-type]
+            args=args,
+            options=msgspec.to_builtins(args) | {"dtype": "float32"},
             secrets=secrets,
             checkpoint=checkpoint,
             rpc=self.rpc,  # type: ignore[arg-type]

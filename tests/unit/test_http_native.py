@@ -223,6 +223,7 @@ async def test_server_info_tells_the_options(tokenizer: Tokenizer) -> None:
     info = (await app.http.get("/server_info")).json()
     assert (info["model"], info["state"], info["served_model_names"]) == (MODEL, "paused", [MODEL])
     assert info["options"]["max_running_requests"] == 7
+    assert info["options"]["dtype"] == "float32"  # in effect: "auto" was given
     assert (info["scheduler"]["running"], info["scheduler"]["weight_version"]) == (2, 3)
 
 
