@@ -1,7 +1,7 @@
 """The RPC client: asks a running instance's scheduler, blocking (RpcClient) or on asyncio (AsyncRpcClient).
 
-Both are thin drivers of one Call, which knows ids, deadlines, versions and errors and nothing of sockets. MetricsWatch
-listens to what the instance pushes. What the verbs do is in scheduler/control.py.
+Both are thin drivers of one Call, which knows ids, deadlines, versions and errors and nothing of sockets. What the
+verbs do is in scheduler/control.py.
 """
 
 import contextlib
@@ -16,20 +16,15 @@ from llmserve.runtime.messages import (
     PROTOCOL_VERSION,
     ControlRequest,
     ErrorCode,
-    HttpMetrics,
-    MetricsInput,
     RpcEnvelope,
     RpcError,
     RpcOutput,
     RpcProgress,
-    SchedulerMetrics,
-    SubscribeMetricsReqInput,
 )
-from llmserve.runtime.ports import PortArgs, ipc_address
-from llmserve.runtime.wire import Dealer, Poller, Pull, WireError, decode, encode
+from llmserve.runtime.ports import PortArgs
+from llmserve.runtime.wire import Dealer, WireError, decode, encode
 
 DEFAULT_TIMEOUT_S = 10.0
-LEASE_S = 15.0
 PROBE_S = 0.5
 """After so long a silence the server's socket is tried, so that its death is noticed before the deadline."""
 
@@ -188,50 +183,6 @@ class AsyncRpcClient(_Client):
                         envelope = await dealer.arecv()
                 answer = call.take(envelope)
         return answer
-
-
-class MetricsWatch:
-    """A watcher: a socket of its own in the instance's directory, to which the instance pushes its metrics.
-
-    The lease for it is renewed by `recv`; it runs out by itself when the watcher is gone.
-    """
-
-    def __init__(self, record: InstanceRecord, timeout_s: float = DEFAULT_TIMEOUT_S):
-        """Raises RpcCallError."""
-        endpoint = f"watch-{secrets.token_hex(4)}"
-        self._socket_path = record.directory / endpoint
-        self._subscription = SubscribeMetricsReqInput(endpoint=endpoint, lease_s=LEASE_S)
-        self._renew_at = 0.0
-        addresses = record.rpc_addresses or (rpc_address(record),)
-        self._clients = [RpcClient(address, timeout_s) for address in addresses]
-        self._pull = Pull(ipc_address(self._socket_path), MetricsInput)
-        self._poller = Poller(self._pull)
-        try:
-            self._renew()
-        except BaseException:
-            self.close()
-            raise
-
-    def recv(self, timeout_s: float) -> SchedulerMetrics | HttpMetrics | None:
-        """The next message, None when none comes in time. Raises RpcCallError when the instance is gone."""
-        self._renew()
-        message = self._pull.recv()
-        if message is None:
-            self._poller.wait(timeout_s)
-            message = self._pull.recv()
-        return cast(SchedulerMetrics | HttpMetrics | None, message)
-
-    def close(self) -> None:
-        self._pull.close()
-        self._socket_path.unlink(missing_ok=True)
-        for client in self._clients:
-            client.close()
-
-    def _renew(self) -> None:
-        if time.monotonic() >= self._renew_at:
-            for client in self._clients:
-                client.call(self._subscription)
-            self._renew_at = time.monotonic() + LEASE_S / 3
 
 
 def rpc_address(record: InstanceRecord) -> str:

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_tiny
 from instances import LLMSERVE, RunningInstance, environment_for, fair, launched, wait_until
-from llmserve.runtime.client import MetricsWatch, RpcCallError, RpcClient
+from llmserve.cli.top.source import Item, Live
+from llmserve.runtime.client import RpcCallError, RpcClient
 from llmserve.runtime.instance import find_instance
 from llmserve.runtime.messages import (
     PROTOCOL_VERSION,
@@ -32,14 +33,17 @@ from llmserve.runtime.messages import (
     GetStatusReqInput,
     HttpMetrics,
     ListRequestsReqInput,
+    MetricsInput,
     PauseGenerationReqInput,
     PingReqInput,
     RpcEnvelope,
     RpcError,
     SchedulerMetrics,
+    SubscribeMetricsReqInput,
     UpdateWeightReqInput,
 )
-from llmserve.runtime.wire import Dealer, decode, encode
+from llmserve.runtime.ports import ipc_address
+from llmserve.runtime.wire import Dealer, Pull, decode, encode
 
 PATIENCE_S = 30.0
 """Steps are slow on a machine that has other work."""
@@ -463,18 +467,24 @@ def test_watchers_hear_of_the_scheduler_and_the_front_and_a_deaf_one_delays_nobo
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(operated.instance.root))
     record = find_instance("operated")
-    deaf, watch = MetricsWatch(record), MetricsWatch(record)
+    deaf = Pull(ipc_address(record.directory / "watch-deaf"), MetricsInput)
+    operated.rpc.call(SubscribeMetricsReqInput(endpoint="watch-deaf"))
+    watch = Live(record)
+    watch.start()
     answers = operated.start("watched")
-    wait_until(lambda: isinstance(watch.recv(1.0), HttpMetrics), PATIENCE_S, "metrics of the front")
+    items: list[Item] = []
     heard: list[SchedulerMetrics] = []
-    while len(heard) < 3:
-        message = watch.recv(5.0)
-        if isinstance(message, SchedulerMetrics):
-            heard.append(message)
+
+    def heard_of_all() -> bool:
+        items.extend(watch.take())
+        heard[:] = [item for item in items if isinstance(item, SchedulerMetrics) and item.requests]
+        return len(heard) >= 3 and any(isinstance(item, HttpMetrics) for item in items)
+
+    wait_until(heard_of_all, PATIENCE_S, "metrics of the scheduler and the front")
     assert heard[0].steps_total < heard[1].steps_total < heard[2].steps_total
     assert [info.rid for info in heard[2].requests] == ["watched"]
     operated.rpc.call(AbortReqInput(everything=True))
     assert finish(answers["watched"]) == "abort"
     watch.close()
     deaf.close()
-    assert not list(record.directory.glob("watch-*"))
+    assert list(record.directory.glob("watch-*")) == [record.directory / "watch-deaf"]

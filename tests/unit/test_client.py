@@ -10,30 +10,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from llmserve.runtime.client import EXIT_CODES, AsyncRpcClient, MetricsWatch, RpcCallError, RpcClient
-from llmserve.runtime.instance import acquire
+from llmserve.runtime.client import EXIT_CODES, AsyncRpcClient, RpcCallError, RpcClient
 from llmserve.runtime.messages import (
     PROTOCOL_VERSION,
     ControlReqInput,
     FlushCacheReqInput,
     GetLoadReqInput,
     GetLoadReqOutput,
-    Histogram,
-    HttpMetrics,
     Message,
     PingReqInput,
     PingReqOutput,
     RpcEnvelope,
     RpcError,
     RpcProgress,
-    SubscribeMetricsReqInput,
-    SubscribeMetricsReqOutput,
 )
-from llmserve.runtime.ports import PortArgs, ipc_address
-from llmserve.runtime.wire import Poller, Push, Router, decode, encode
+from llmserve.runtime.wire import Poller, Router, decode, encode
 
 PONG = PingReqOutput(step=7, state="ready")
-NO_HISTOGRAM = Histogram(bounds=(), counts=(0,), sum=0.0)
 
 
 class Server:
@@ -215,35 +208,3 @@ def test_a_caller_that_left_is_seen_by_the_server(server: Server) -> None:
     with RpcClient(server.address) as client:
         assert client.call(PingReqInput()) == PONG
     assert server.unsent == 1
-
-
-def test_a_watch_asks_for_what_is_pushed_to_its_socket_and_removes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    instance = acquire("watched")
-    server = Server(PortArgs.init_new(instance.directory).rpc_ipc_name)
-    pushes: list[Push] = []
-    pushed = HttpMetrics(time=1.0, outcomes={}, **dict.fromkeys(("ttft", "e2e", "queue"), NO_HISTOGRAM))
-
-    def push(request: Message) -> list[Message]:
-        assert isinstance(request, SubscribeMetricsReqInput)
-        pushes.append(Push(ipc_address(instance.directory / request.endpoint)))
-        pushes[-1].send(pushed)
-        return [SubscribeMetricsReqOutput(lease_s=request.lease_s)]
-
-    server.answers = push
-    before = set(instance.directory.iterdir())
-    watch = MetricsWatch(instance.record)
-    assert watch.recv(5.0) == pushed
-    assert watch.recv(0.0) is None
-    assert len(server.envelopes) == 1  # not renewed yet
-    watch.close()
-    assert set(instance.directory.iterdir()) == before
-    server.answers = lambda request: [RpcError(code="invalid", message="no")]
-    with pytest.raises(RpcCallError):
-        MetricsWatch(instance.record)
-    assert set(instance.directory.iterdir()) == before
-    server.close()
-    pushes[0].close()
-    instance.release()
