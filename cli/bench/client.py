@@ -53,9 +53,10 @@ class Event(msgspec.Struct):
 
 
 class Request:
-    """A request that can be sent any number of times to one server."""
+    """A request that can be sent any number of times to one server, which has `timeout_s` for each whole answer."""
 
-    def __init__(self, url: str, headers: dict[str, str]) -> None:
+    def __init__(self, url: str, headers: dict[str, str], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         parts = urlsplit(url)
         self._host = parts.hostname or "127.0.0.1"
         self._tls = parts.scheme == "https"
@@ -66,6 +67,13 @@ class Request:
 
     async def send(self, body: dict[str, Any]) -> Answer:
         """Sends the body and reads the answer to its end. Whatever goes wrong is in the Answer."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._send(body)
+        except TimeoutError:
+            return Answer(error=f"no whole answer came in {self._timeout_s:g} s; see --timeout")
+
+    async def _send(self, body: dict[str, Any]) -> Answer:
         payload = json.dumps(body).encode()
         reading = Reading()
         parser = httptools.HttpResponseParser(reading)

@@ -54,6 +54,9 @@ def bench(
         typer.Option("--extra", metavar="JSON", help="Fields for each request; null leaves one of ours out."),
     ] = "{}",
     api_key_file: ApiKeyFileOption = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long to wait for each whole answer.")
+    ] = 600.0,
     json: JsonOption = False,
 ) -> None:
     """Measure a server under load: throughput, and percentiles of the latencies.
@@ -86,7 +89,7 @@ def bench(
     )
     name = model or first_model(url, headers)
     loads = standard_loads(seed, stream) if suite else (own,)
-    results = [run(console, load, url, name, headers, fields) for load in loads]
+    results = [run(console, load, url, name, headers, fields, timeout) for load in loads]
     if json:
         console.json([as_json(result) for result in results])
     else:
@@ -121,7 +124,13 @@ def first_model(url: str, headers: dict[str, str]) -> str:
 
 
 def run(
-    console: Console, load: "Load", url: str, model: str, headers: dict[str, str], extra: dict[str, Any]
+    console: Console,
+    load: "Load",
+    url: str,
+    model: str,
+    headers: dict[str, str],
+    extra: dict[str, Any],
+    timeout_s: float,
 ) -> "Result":
     """Puts one load, with a progress bar on a terminal."""
     import uvloop
@@ -138,7 +147,7 @@ def run(
             progress.update(task, completed=done, amount=f"{done} of {load.requests}")
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(put(load, url, model, headers, extra, on_answer))
+            return runner.run(put(load, url, model, headers, extra, timeout_s, on_answer))
 
 
 def show(console: Console, results: list["Result"]) -> None:

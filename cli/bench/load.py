@@ -155,10 +155,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def put(
-    load: Load, url: str, model: str, headers: dict[str, str], extra: dict[str, Any], on_answer: Callable[[], None]
+    load: Load,
+    url: str,
+    model: str,
+    headers: dict[str, str],
+    extra: dict[str, Any],
+    timeout_s: float,
+    on_answer: Callable[[], None],
 ) -> Result:
     """Warms the server up, puts the load on it, and counts. `on_answer` is called at each answer."""
-    request = Request(url, headers)
+    request = Request(url, headers, timeout_s)
     body = {"model": model, "max_tokens": load.output_tokens, "temperature": 0.0, "ignore_eos": True}
     if load.stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -209,6 +209,13 @@ def test_errors_are_counted_and_fail_the_command(server: Server) -> None:
     assert "ended before [DONE]" in done.err
 
 
+def test_a_server_that_hangs_is_an_error_after_the_timeout(server: Server) -> None:
+    """It takes half a second for the answers, which would all be good."""
+    done = run("bench", "--url", server.url, "-n", "2", "--output-tokens", "20", "--timeout", "0.2")
+    assert done.code == 1
+    assert "2 requests failed: no whole answer came in 0.2 s" in done.err
+
+
 def test_a_server_that_is_not_there() -> None:
     assert run("bench", "--url", "http://127.0.0.1:1", "-n", "1").code == 69
     done = run("bench", "--url", "http://127.0.0.1:1", "-n", "1", "--model", "m")
