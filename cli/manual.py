@@ -105,14 +105,12 @@ def main_page(group: Any, names: list[str]) -> str:
             "scheduler, so that they work even when its HTTP front is busy."
         ),
     ]
-    panel = ""
     lines += [".SH COMMANDS"]
-    for name in names:
-        entry = COMMANDS[name]
-        if entry.panel != panel:
-            panel = entry.panel
-            lines += [f".SS {roff(panel)}"]
-        lines += [".TP", rf"\fBllmserve\-{dashed(name)}\fR(1)", roff(entry.help)]
+    for panel in dict.fromkeys(COMMANDS[name].panel for name in names):
+        lines += [f".SS {roff(panel)}"]
+        for name in names:
+            if COMMANDS[name].panel == panel:
+                lines += [".TP", rf"\fBllmserve\-{dashed(name)}\fR(1)", roff(COMMANDS[name].help)]
     lines += [".SH OPTIONS", *options(context, group)]
     lines += common_sections(ENVIRONMENT)
     lines += [".SH EXAMPLES", *examples([COMMANDS[name].examples[0] for name in names if COMMANDS[name].examples])]

@@ -63,6 +63,7 @@ def test_every_option_is_in_its_page(group: Any, name: str) -> None:
 def test_every_command_and_exit_status_is_in_the_main_page() -> None:
     text = (ROOT / "man" / "llmserve.1").read_text().replace("\\-", "-")
     assert all(f"llmserve-{name}\\fR(1)" in text for name in SHOWN)
+    assert re.findall(r"^\.SS (.*)", text, re.MULTILINE) == ["Serve", "Look", "Act", "Use"]  # as in --help
     assert all(f"\\fB{int(code)}\\fR" in text for code in EXIT_STATUS)
     assert "generate-docs" not in text.partition("\n")[2]
 
