@@ -349,8 +349,9 @@ def test_flush_waits_no_longer_than_asked() -> None:
     assert 0.1 <= harness.clock - began < 0.15
 
 
-def test_flush_with_abort_ends_what_runs_even_while_more_arrives() -> None:
-    harness = Operated()
+@pytest.mark.parametrize("depth", [1, 2])  # with two, what ends is in a step still when more could start
+def test_flush_with_abort_ends_what_runs_even_while_more_arrives(depth: int) -> None:
+    harness = Operated(depth=depth)
     harness.start_running("a", "b")
     client = harness.call(FlushCacheReqInput(abort=True))
     number = 0
