@@ -54,6 +54,7 @@ from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.ports import ipc_address
 from llmserve.runtime.scheduler.control import Control
 from llmserve.runtime.scheduler.rpc import MAX_PENDING, RpcServer
+from llmserve.runtime.scheduler.snapshot import SHOWN_REQUESTS
 from llmserve.runtime.server.admin import PauseBody
 from llmserve.runtime.watchers import MAX_WATCHERS, Watchers
 from llmserve.runtime.wire import Poller, Pull, decode, encode
@@ -538,6 +539,18 @@ def test_load_and_requests_show_what_runs_and_waits() -> None:
     assert shown.requests[1].text == "the prompt"
 
 
+def test_metrics_show_the_first_requests_and_the_list_shows_all() -> None:
+    harness = Operated()
+    for number in range(SHOWN_REQUESTS + 40):
+        harness.send(f"r{number}", [number % 7 + 1] * 3, params=LONG)
+    for _ in range(8):
+        harness.turn()
+    assert len(harness.scheduler.snapshots.metrics().requests) == SHOWN_REQUESTS
+    listed = harness.ask(ListRequestsReqInput())
+    assert isinstance(listed, ListRequestsReqOutput)
+    assert len(listed.requests) == SHOWN_REQUESTS + 40
+
+
 def test_status_shows_the_options_and_this_process() -> None:
     harness = Operated(served_model_names=("x", "y"), max_running_requests=3)
     status = harness.ask(GetStatusReqInput())
@@ -661,6 +674,8 @@ def test_an_update_pauses_commits_flushes_and_goes_on(monkeypatch: pytest.Monkey
     harness.run()
     assert harness.finish("a").type == ("abort" if mode == "abort" else "length")
     assert harness.finish("b").type == "length"
+    shown = harness.scheduler.snapshots.metrics()
+    assert (shown.asked_retractions_total, shown.retractions_total) == (mode == "retract", 0), "memory is not short"
     if mode == "retract":
         assert harness.output("a") == harness.expected([1, 2, 3, 4, 5, 6], LONG)
     harness.check_empty()
