@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import socket
 import threading
 import time
 from collections import deque
@@ -873,9 +874,12 @@ def test_a_watcher_that_does_not_read_is_dropped_from_and_delays_nothing(tmp_pat
     ["", "tokenizer.sock", "rpc.sock", "watch-/../x", "../watch-1", "/tmp/watch-1", "tcp://1.2.3.4:5", "watch-nobody"],
 )
 def test_an_endpoint_is_a_watchers_socket_in_the_directory_or_refused(tmp_path: Path, endpoint: str) -> None:
-    harness = Operated(tmp_path)
-    for name in ("tokenizer.sock", "rpc.sock"):
-        (tmp_path / name).touch()
+    directory = tmp_path / "instance"
+    (directory / "watch-").mkdir(parents=True)
+    for path in (directory / "tokenizer.sock", directory / "rpc.sock", directory / "x", tmp_path / "watch-1"):
+        with socket.socket(socket.AF_UNIX) as one_of_others:
+            one_of_others.bind(str(path))
+    harness = Operated(directory)
     assert refusal(harness.ask(SubscribeMetricsReqInput(endpoint=endpoint)))[0] == "invalid"
     assert harness.forwarded == []
 
