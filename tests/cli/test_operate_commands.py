@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 import typing
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from llmserve.cli import update_weights
 from llmserve.cli.commands import COMMANDS
 from llmserve.cli.main import app
 from llmserve.cli.rpc import ProgressReport
+from llmserve.runtime.decision import decided
 from llmserve.runtime.messages import (
     AbortReqInput,
     AbortReqOutput,
@@ -430,6 +433,26 @@ def test_an_interrupted_update_says_which_weights_serve(
     assert (done.code, done.out) == (130, "")
     says = "the weights that serve are version 3 (SmolLM2)" if answers else "the new weights may serve, see `llmserve"
     assert done.err.startswith(f"llmserve: interrupted; {says}")
+
+
+def test_an_interrupted_update_of_replicas_is_called_off_for_all(
+    fake: FakeInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has prepared itself and waits for the word, which is no."""
+    monkeypatch.setattr(update_weights, "INTERRUPTED_TIMEOUT_S", 0.2)
+    with FakeInstance("other") as other:
+        other.handlers = {UpdateWeightReqInput: lambda _: [RpcProgress(stage="reading")]}
+        addresses = (*fake.instance.record.rpc_addresses, *other.instance.record.rpc_addresses)
+        fake.instance.update(rpc_addresses=addresses)
+
+        def prepare(_: UpdateWeightReqInput) -> list[RpcProgress]:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            return [RpcProgress(stage="prepared")]
+
+        fake.handlers[UpdateWeightReqInput] = prepare
+        assert run("update-weights", "x", "-i", "fake").code == 130
+    (asked,) = (request for request in fake.requests if isinstance(request, UpdateWeightReqInput))
+    assert decided(fake.instance.directory, asked.decision) == "abort"
 
 
 # ---- status --------------------------------------------------------------------------------------------------------
