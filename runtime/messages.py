@@ -545,7 +545,8 @@ ControlReqOutput = (
     | GetStatusReqOutput
     | SubscribeMetricsReqOutput
 )
-SchedulerInput = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | ControlReqInput
+TokenizedReqInput = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
+SchedulerInput = TokenizedReqInput | ControlReqInput
 DetokenizerInput = BatchTokenIDOutput | BatchEmbeddingOutput | SubscribeMetricsReqInput
 TokenizerManagerInput = BatchStrOutput | BatchEmbeddingOutput | SubscribeMetricsReqInput | ControlReqOutput
 MetricsInput = SchedulerMetrics | HttpMetrics

@@ -11,8 +11,7 @@ from llmserve.runtime.histogram import added
 from llmserve.runtime.messages import (
     SchedulerInput,
     SchedulerMetrics,
-    TokenizedEmbeddingReqInput,
-    TokenizedGenerateReqInput,
+    TokenizedReqInput,
 )
 from llmserve.runtime.routing import Routing
 from llmserve.runtime.wire import Push
@@ -37,7 +36,7 @@ class Schedulers:
 
     # ---- to them -----------------------------------------------------------------------------------------------------
 
-    def route(self, message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput) -> int:
+    def route(self, message: TokenizedReqInput) -> int:
         """The replica that a new request should go to."""
         return self.routing.choose(message.prompts)
 

@@ -1,4 +1,4 @@
-"""TokenizerManager: rid -> request. Validates, tokenizes, sends, collects rows, streams them to who asked, aborts.
+"""TokenizerManager: rid -> request. Tokenizes, sends, collects rows, streams them to who asked, aborts.
 
 It lives in the main process, in one event loop, and knows neither HTTP nor the model. A request is registered from the
 moment it is sent until each of its choices has had its last row, also when nobody listens any more, so that rows of an
@@ -8,28 +8,20 @@ abandoned request are never taken for those of a new one with its rid.
 import asyncio
 import contextlib
 import logging
-import random
 import time
-from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import psutil
 
-from llmserve.runtime import validation
 from llmserve.runtime.config import ServerArgs
-from llmserve.runtime.grammar import grammar_of
 from llmserve.runtime.in_flight import AnyInFlight, InFlight
 from llmserve.runtime.messages import (
-    UNSEEDED,
     AbortReqInput,
     BatchEmbeddingOutput,
     BatchStrOutput,
     BatchTokenIDOutput,
-    Constraint,
     ContinueGenerationReqInput,
     EmbeddingReqInput,
     EmbeddingRow,
@@ -43,14 +35,14 @@ from llmserve.runtime.messages import (
     StrRow,
     SubscribeMetricsReqInput,
     TokenIDRow,
-    TokenizedEmbeddingReqInput,
-    TokenizedGenerateReqInput,
+    TokenizedReqInput,
     TokenizerManagerInput,
 )
 from llmserve.runtime.metrics import FrontMetrics
 from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.ports import PortArgs
 from llmserve.runtime.schedulers import Schedulers
+from llmserve.runtime.tokenization import Tokenization
 from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.usage import Meter
 from llmserve.runtime.validation import Limits, RequestError
@@ -62,20 +54,12 @@ __all__ = ["RequestError", "TokenizerManager"]
 log = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "draining", "dead"]
-Prompts = Sequence[Sequence[int]]
 
-INLINE_TEXT_LENGTH = 4096
-"""Shorter texts are tokenized in the event loop, in under a millisecond; longer ones in a thread."""
-TOKENIZER_THREADS = 2
-SHOWN_TEXT_LENGTH = 200
 FLUSH_INTERVAL_S = 0.01
 SILENCE_S = 2.0
 """A scheduler speaks every second: what it said so long ago is no news of what it does."""
 LAST_ROWS_S = 0.5
 """A dead replica's rows have come from the detokenizer by then."""
-
-
-Tokenized = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
 
 
 class TokenizerManager:
@@ -100,21 +84,15 @@ class TokenizerManager:
         """Told when an operator's drain begins and when it ends."""
         self.batches_received = 0
         """Of rows, since the start."""
-        self.limits = Limits(
-            vocab_size=checkpoint.config.vocab_size,
-            max_model_len=args.max_model_len or checkpoint.config.max_position_embeddings,
-        )
-        self._can_end = bool(checkpoint.config.eos_token_ids)
         self._args = args
         self._ports = ports
         self._in_flight: dict[str, AnyInFlight] = {}
         self._tokenizing: set[str] = set()
-        self._seeds = random.Random(args.seed)
+        self._tokenization = Tokenization(args, checkpoint.config, tokenizer)
         self._failure = ""
         self._drains_with_scheduler = False
         """Whether it drains because the scheduler does, on an operator's word, and stops when that does."""
         self._heard = self._moved = time.monotonic()
-        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._tasks: list[asyncio.Task[None]] = []
         self._flushing: asyncio.TimerHandle | None = None
         self._pull: Pull | None = None
@@ -143,7 +121,7 @@ class TokenizerManager:
         """
         if detokenizer_pid is not None:
             self._meters["detokenizer"] = Meter(psutil.Process(detokenizer_pid))
-        self.limits = self.limits._replace(max_model_len=max_model_len)
+        self._tokenization.limits = self.limits._replace(max_model_len=max_model_len)
         self._heard = self._moved = time.monotonic()
         self.state = "ready"
 
@@ -222,7 +200,12 @@ class TokenizerManager:
             if socket is not None:
                 socket.close()
         self._watchers.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._tokenization.close()
+
+    @property
+    def limits(self) -> Limits:
+        """Of the model that is served."""
+        return self._tokenization.limits
 
     @property
     def in_flight(self) -> int:
@@ -315,11 +298,11 @@ class TokenizerManager:
 
     async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> tuple[tuple[int, ...], ...]:
         """The token ids of texts. Raises RequestError 400 for one that could never fit the model."""
-        return tuple(tuple(ids) for ids in await self._encode(texts, add_special_tokens, "prompt"))
+        return tuple(tuple(ids) for ids in await self._tokenization.encode(texts, add_special_tokens, "prompt"))
 
     # ---- before the scheduler --------------------------------------------------------------------------------------
 
-    async def _admit(self, req: GenerateReqInput | EmbeddingReqInput) -> Tokenized:
+    async def _admit(self, req: GenerateReqInput | EmbeddingReqInput) -> TokenizedReqInput:
         """Validates and tokenizes. Raises RequestError."""
         try:
             self._check_state()
@@ -327,18 +310,13 @@ class TokenizerManager:
                 raise RequestError(
                     400, f"a request with the rid {req.rid!r} is in flight already", "rid", code="duplicate_rid"
                 )
-            if isinstance(req, GenerateReqInput):
-                validation.check_before_tokenizing(req, self.limits)
-            else:
-                validation.check_embedding_before_tokenizing(req)
             self._tokenizing.add(req.rid)
             try:
-                prompts = await self._prompts(req)
-                grammar = await self._grammar(req.constraint) if isinstance(req, GenerateReqInput) else ""
+                message = await self._tokenization.run(req)
             finally:
                 self._tokenizing.discard(req.rid)
             self._check_state()
-            return self._tokenized(req, prompts, grammar)
+            return message
         except RequestError as error:
             self.metrics.count_outcome("rejected" if error.status < 500 else "unavailable")
             log.info("refused rid=%r status=%d param=%s", req.rid, error.status, error.param)
@@ -356,61 +334,9 @@ class TokenizerManager:
                 503, "the scheduler does not keep up with the requests: try again later", code="overloaded"
             )
 
-    async def _prompts(self, req: GenerateReqInput | EmbeddingReqInput) -> Prompts:
-        param = validation.prompt_param(req)
-        special = req.add_special_tokens if isinstance(req, GenerateReqInput) else True
-        prompts: Prompts = await self._encode(req.texts, special, param) if req.texts else req.input_ids
-        room = 1 if isinstance(req, GenerateReqInput) and req.sampling_params.max_new_tokens != 0 else 0
-        validation.check_prompts(prompts, self.limits, param, room)
-        return prompts
-
-    async def _encode(self, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[list[int]]:
-        for text in texts:
-            if len(text) > self.limits.max_model_len:
-                validation.check_text_length(text, self.limits, self.tokenizer.longest_token, param)
-        if sum(map(len, texts)) <= INLINE_TEXT_LENGTH:
-            return self.tokenizer.encode_batch(texts, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.tokenizer.encode_batch, texts, add_special_tokens)
-
-    async def _grammar(self, constraint: Constraint | None) -> str:
-        if constraint is None:
-            return ""
-        if not self._can_end:
-            raise RequestError(
-                400, "the model names no token that ends a text, as a grammar needs", param=constraint.param
-            )
-        return await asyncio.get_running_loop().run_in_executor(self._threads, grammar_of, constraint)
-
-    def _tokenized(self, req: GenerateReqInput | EmbeddingReqInput, prompts: Prompts, grammar: str) -> Tokenized:
-        packed = tuple(array("i", ids).tobytes() for ids in prompts)
-        text = req.texts[0][:SHOWN_TEXT_LENGTH] if req.texts else ""
-        if isinstance(req, EmbeddingReqInput):
-            return TokenizedEmbeddingReqInput(
-                rid=req.rid, prompts=packed, pooling=req.pooling, normalize=req.normalize, user=req.user, text=text
-            )
-        params = req.sampling_params
-        params = msgspec.structs.replace(
-            params,
-            max_new_tokens=validation.resolve_max_new_tokens(params, max(map(len, prompts)), self.limits),
-            seed=self._seeds.getrandbits(62) if params.seed == UNSEEDED else params.seed,
-        )
-        return TokenizedGenerateReqInput(
-            rid=req.rid,
-            prompts=packed,
-            sampling_params=params,
-            n=req.n,
-            grammar=grammar,
-            logprobs=req.logprobs,
-            stream=req.stream,
-            skip_special_tokens=req.skip_special_tokens,
-            user=req.user,
-            text=text,
-        )
-
     # ---- to and from the scheduler ---------------------------------------------------------------------------------
 
-    def _send(self, message: Tokenized, request: AnyInFlight) -> None:
+    def _send(self, message: TokenizedReqInput, request: AnyInFlight) -> None:
         """Sends the request and registers it. There is no await between here and the consumer's `finally`."""
         request.replica = self.schedulers.route(message)
         self._push_out(message, request.replica)  # first: one that is too large for a frame must leave nothing behind

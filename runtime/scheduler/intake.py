@@ -5,12 +5,16 @@ from collections.abc import Callable
 from llmserve.runtime.cache.radix import ELEMENT_BYTES
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.engine.batch import WorkerInfo
-from llmserve.runtime.messages import FinishReason, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
+from llmserve.runtime.messages import (
+    FinishReason,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+    TokenizedReqInput,
+)
 from llmserve.runtime.scheduler.guides import Guides
 from llmserve.runtime.scheduler.request import Group, Request, RequestTable, StopDecoder
 from llmserve.runtime.scheduler.results import failure
 
-TokenizedReqInput = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
 MakeStopDecoder = Callable[[bool, tuple[str, ...], int], StopDecoder]
 """Called with (skip_special_tokens, stop, min_tokens)."""
 

@@ -24,11 +24,10 @@ from llmserve.runtime.messages import (
     Message,
     PauseMode,
     SchedulerMetrics,
-    TokenizedEmbeddingReqInput,
-    TokenizedGenerateReqInput,
+    TokenizedReqInput,
 )
 from llmserve.runtime.scheduler.guides import GrammarError, Guides
-from llmserve.runtime.scheduler.intake import Intake, MakeStopDecoder, TokenizedReqInput
+from llmserve.runtime.scheduler.intake import Intake, MakeStopDecoder
 from llmserve.runtime.scheduler.policy import Policy
 from llmserve.runtime.scheduler.request import Request, RequestTable, Share, Step
 from llmserve.runtime.scheduler.results import Results, failure
@@ -151,7 +150,7 @@ class Scheduler:
             message = self._inbox.recv()
             if message is None:
                 return count > 0
-            if isinstance(message, TokenizedGenerateReqInput | TokenizedEmbeddingReqInput):
+            if isinstance(message, TokenizedReqInput):
                 self._accept(message)
             elif isinstance(message, AbortReqInput):
                 self.abort(message)

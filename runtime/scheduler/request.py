@@ -15,8 +15,7 @@ from llmserve.runtime.messages import (
     FinishReason,
     LogprobOptions,
     SamplingParams,
-    TokenizedEmbeddingReqInput,
-    TokenizedGenerateReqInput,
+    TokenizedReqInput,
 )
 from llmserve.runtime.scheduler.guides import Guide, Program
 
@@ -245,7 +244,7 @@ class Group:
 
     __slots__ = ("arrival", "message", "requests", "rid")
 
-    def __init__(self, message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput, arrival: float) -> None:
+    def __init__(self, message: TokenizedReqInput, arrival: float) -> None:
         self.rid = message.rid
         self.message = message
         self.arrival = arrival

@@ -26,7 +26,7 @@ from llmserve.runtime.messages import (
     Logprobs,
     TokenIDRow,
     TokenizedEmbeddingReqInput,
-    TokenizedGenerateReqInput,
+    TokenizedReqInput,
 )
 from llmserve.runtime.scheduler.guides import GrammarError
 from llmserve.runtime.scheduler.request import Request, RequestTable, Share, Step
@@ -215,7 +215,7 @@ class Results:
         else:
             self.counters.retractions += 1
 
-    def refuse(self, message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput, reason: FinishReason) -> None:
+    def refuse(self, message: TokenizedReqInput, reason: FinishReason) -> None:
         """Ends all choices of a request that never enters the queue."""
         if isinstance(message, TokenizedEmbeddingReqInput):
             self.embedding_rows += [
