@@ -108,10 +108,6 @@ class Tokenizer:
         return token_id
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._sources)
-
-    @property
     def tool_template(self) -> str | None:
         """The chat template that is told of tools; None where none is."""
         source = self._sources.get("tool_use") or self._sources.get("default", "")
