@@ -72,8 +72,8 @@ class Model:
 
     @property
     def has_rates(self) -> bool:
-        """Whether there are two samples to compare, of the scheduler and of the front."""
-        return len(self._history) >= 2 and len(self._latencies) >= 2
+        """Whether there are two samples to compare, of each scheduler and of the front."""
+        return len(self._history) > len(self._replicas) > 0 and len(self._latencies) >= 2
 
     @property
     def has_numbers(self) -> bool:
@@ -124,6 +124,8 @@ class Model:
             before = None
         if before is None or sample.steps_total > before.steps_total or not sample.running:
             self._stepped[sample.dp_rank] = sample.time
+        if before is None:
+            self._history.clear()  # what a replica had counted before it was heard of has not grown since
         self._replicas[sample.dp_rank] = sample
         self._saw(sample.processes, sample.time)
         if len(sample.processes) > 1:
