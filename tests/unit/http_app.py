@@ -68,8 +68,8 @@ class App:
         checkpoint = Checkpoint(
             path="/m/tiny", format="safetensors", name=MODEL, tokenizer_dir="/m/tiny", config=config
         )
-        self.asgi = build_app(
         args = ServerArgs(model="/m/tiny", **options)  # type: ignore[arg-type]
+        self.asgi = build_app(
             tokenizer_manager=self.manager,  # type: ignore[arg-type]
             args=args,
             options=msgspec.to_builtins(args) | {"dtype": "float32"},
