@@ -1,7 +1,7 @@
 """`llmserve requests`: what runs and what waits, once or again and again."""
 
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -12,6 +12,13 @@ from llmserve.cli.console import Console
 from llmserve.runtime.messages import ListRequestsReqInput, RequestInfo
 
 NUMBERS = ("AGE", "PROMPT", "CACHED", "OUTPUT", "TOK/S", "TTFT")
+
+
+class Listed(NamedTuple):
+    """A choice of a request, and the replica that has it."""
+
+    replica: int
+    info: RequestInfo
 
 
 def requests(
@@ -27,40 +34,46 @@ def requests(
 ) -> None:
     """List the requests that run and wait, the oldest first.
 
-    OUTPUT shows the tokens so far and the most there can be. With --watch, --json prints one list a line.
+    OUTPUT shows the tokens so far and the most there can be; of several replicas, REPLICA shows which has the request.
+    With --watch, --json prints one list a line.
     """
     from llmserve.cli.rpc import Remote
 
     console = console_of(ctx)
     with Remote.find(instance, timeout) as remote:
         while True:
-            answers = remote.each(ListRequestsReqInput(show_text=show_text))
-            found = sorted((info for answer in answers for info in answer.requests), key=lambda info: -info.age_s)
+            answers = zip(remote.replicas, remote.each(ListRequestsReqInput(show_text=show_text)), strict=True)
+            found = [Listed(replica, info) for replica, answer in answers for info in answer.requests]
+            found.sort(key=lambda listed: -listed.info.age_s)
             if watch and console.color and not json:
                 console.print("\x1b[H\x1b[2J", end="")
-            show(console, found, show_text, json)
+            show(console, found, several=len(remote.replicas) > 1, show_text=show_text, json=json)
             if not watch:
                 return
             time.sleep(interval)
 
 
-def show(console: Console, found: list[RequestInfo], show_text: bool, json: bool) -> None:
+def show(console: Console, found: list[Listed], several: bool, show_text: bool, json: bool) -> None:
+    """`several`: whether it is worth saying which replica has a request."""
     if json:
-        console.json([as_json(info, show_text) for info in found])
+        console.json([as_json(listed, show_text) for listed in found])
         return
-    running = sum(info.state != "waiting" for info in found)
+    running = sum(listed.info.state != "waiting" for listed in found)
     if not found:
         console.print("no requests")
         return
-    columns = ["RID", "STATE", *NUMBERS, "USER", *(["TEXT"] if show_text else [])]
-    console.table(columns, [row(info, show_text) for info in found], right=NUMBERS)
+    columns = ["RID", "STATE", *(["REPLICA"] if several else []), *NUMBERS, "USER", *(["TEXT"] if show_text else [])]
+    rows = [row(listed, several, show_text) for listed in found]
+    console.table(columns, rows, right=("REPLICA", *NUMBERS))
     console.note(f"{running} running, {len(found) - running} waiting")
 
 
-def row(info: RequestInfo, show_text: bool) -> list[str]:
+def row(listed: Listed, several: bool, show_text: bool) -> list[str]:
+    info = listed.info
     cells = [
         f"{info.rid} #{info.index}" if info.index else info.rid,
         info.state + (f" (retracted {info.retractions}×)" if info.retractions else ""),
+        *([str(listed.replica)] if several else []),
         format.duration(info.age_s),
         str(info.prompt_tokens),
         str(info.cached_tokens),
@@ -72,8 +85,8 @@ def row(info: RequestInfo, show_text: bool) -> list[str]:
     return [*cells, info.text] if show_text else cells
 
 
-def as_json(info: RequestInfo, show_text: bool) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(info)
+def as_json(listed: Listed, show_text: bool) -> dict[str, Any]:
+    fields = {**msgspec.structs.asdict(listed.info), "replica": listed.replica}
     if not show_text:
         del fields["text"]
     return fields

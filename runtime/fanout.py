@@ -14,6 +14,7 @@ import msgspec
 from llmserve.runtime import decision
 from llmserve.runtime.client import AsyncRpcClient, OnProgress
 from llmserve.runtime.messages import ControlRequest, RpcProgress, UpdateWeightReqInput
+from llmserve.runtime.ports import replica_of
 
 AnswerT = TypeVar("AnswerT")
 
@@ -93,6 +94,8 @@ class Replicas:
         self._directory = directory
         self._addresses = addresses
 
-    async def each(self, request: ControlRequest[AnswerT], timeout_s: float) -> list[AnswerT]:
-        """As call_each."""
-        return await call_each(self._directory, self._addresses(), request, timeout_s)
+    async def each(self, request: ControlRequest[AnswerT], timeout_s: float) -> dict[int, AnswerT]:
+        """As call_each; the answers by dp_rank."""
+        addresses = self._addresses()
+        answers = await call_each(self._directory, addresses, request, timeout_s)
+        return dict(zip(map(replica_of, addresses), answers, strict=True))

@@ -77,14 +77,19 @@ class ContinueBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def add_routes(app: FastAPI, rpc: Replicas) -> None:
     async def call(request: ControlRequest[AnswerT], timeout_s: float = TIMEOUT_S, failed: int = 500) -> Response:
-        """The scheduler's answer; with several replicas {"replicas": [...]}. `failed`: the status of a failure."""
+        """The scheduler's answer; of several replicas {"replicas": [...]}, each with the replica's number.
+
+        `failed`: the status of a failure.
+        """
         try:
             answers = await rpc.each(request, timeout_s)
         except RpcCallError as error:
             status = failed if error.code == "failed" else STATUSES[error.code]
             raise RequestError(status, error.message, code=error.code) from None
-        found = [msgspec.structs.asdict(answer) for answer in answers]
-        return json_response(found[0] if len(found) == 1 else {"replicas": found})
+        found = {number: msgspec.structs.asdict(answer) for number, answer in answers.items()}
+        if len(found) == 1:
+            return json_response(next(iter(found.values())))
+        return json_response({"replicas": [{"replica": number, **answer} for number, answer in found.items()]})
 
     @app.post("/flush_cache", openapi_extra=operation(FlushCacheBody))
     async def flush_cache(request: Request) -> Response:

@@ -222,21 +222,28 @@ def test_an_update_reaches_all_replicas_or_none(
     over_http = httpx.post(
         f"{replicated.url}/update_weights_from_disk", json={"model_path": str(long_model)}, timeout=30
     )
-    assert [each["new_version"] for each in over_http.json()["replicas"]] == [version + 1, version + 1], over_http.text
+    assert over_http.status_code == 200, over_http.text
+    numbered = [(each["replica"], each["new_version"]) for each in over_http.json()["replicas"]]
+    assert numbered == [(0, version + 1), (1, version + 1)]
     assert [text(replicated, prompt) for prompt in both] == before
 
 
 def test_operators_reach_all_replicas(replicated: RunningInstance) -> None:
     with load(replicated, FOREVER, streams=2, plain=2) as requests:
         listed = cli_json(replicated, "requests")
-        assert len(listed) == 4
+        assert sorted(each["replica"] for each in listed) == [0, 0, 1, 1]
+        header, *lines = run_cli(replicated.root, "requests", "--instance", replicated.name).stdout.splitlines()
+        column = header.split().index("REPLICA")
+        assert {line.split()[0]: int(line.split()[column]) for line in lines} == {
+            each["rid"]: each["replica"] for each in listed
+        }
         loads = [(r["running"], r["waiting"]) for r in cli_json(replicated, "status")["replicas"]]
         assert loads == [(2, 0), (2, 0)]
         (line,) = (line for line in run_cli(replicated.root, "ps").stdout.splitlines() if line.startswith("twins "))
         assert line.split()[-2:] == ["2+2", "0+0"]
         aborted = cli_json(replicated, "abort", "--all", "--yes")
         assert sorted(aborted["replicas"]) == aborted["aborted"]
-        assert sorted(aborted["replicas"].values()) == [0, 0, 1, 1]
+        assert aborted["replicas"] == {each["rid"]: each["replica"] for each in listed}
         for request in requests:
             request.wait(10)
     assert run_cli(replicated.root, "abort", "nobody", "--instance", replicated.name).returncode == 3

@@ -31,15 +31,16 @@ def make_tokenizer(directory: Path) -> Tokenizer:
 
 
 class FakeRpc:
-    """Replicas, or one, that gives the test's answer, or raises it, after `delay_s`."""
+    """Replicas, numbered, that all give the test's answer, or raise it, after `delay_s`."""
 
     def __init__(self) -> None:
+        self.numbers = [0]
         self.answer: Message | RpcCallError = RpcCallError("unavailable", "the instance is dead")
         self.calls: list[tuple[Message, float]] = []
         self.cancelled = False
         self.delay_s = 0.0
 
-    async def each(self, request: Message, timeout_s: float) -> list[Message]:
+    async def each(self, request: Message, timeout_s: float) -> dict[int, Message]:
         self.calls.append((request, timeout_s))
         try:
             await asyncio.sleep(self.delay_s)
@@ -48,7 +49,7 @@ class FakeRpc:
             raise
         if isinstance(self.answer, RpcCallError):
             raise self.answer
-        return [self.answer]
+        return dict.fromkeys(self.numbers, self.answer)
 
 
 class App:

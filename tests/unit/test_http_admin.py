@@ -108,6 +108,14 @@ async def test_a_verb_is_the_schedulers_own(
     assert app.rpc.calls[-1][0] == request_message
 
 
+async def test_several_replicas_are_told_apart(app: App) -> None:
+    """By their own numbers: those of the replicas that live have gaps."""
+    app.rpc.numbers = [0, 2]
+    app.rpc.answer = ContinueGenerationReqOutput(resumed=3)
+    answer = (await app.post("/continue_generation", {})).json()
+    assert answer == {"replicas": [{"replica": 0, "resumed": 3}, {"replica": 2, "resumed": 3}]}
+
+
 async def test_get_load(app: App) -> None:
     load = {"running": 1, "waiting": 2, "kv_tokens_used": 3, "kv_tokens_cached": 4, "kv_tokens_total": 5}
     app.rpc.answer = GetLoadReqOutput(state="ready", **load)
