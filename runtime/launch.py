@@ -116,6 +116,9 @@ class Stack:
             if self._failure.done():
                 raise self._failure.result()
             await starting
+        except Exception as error:
+            self._fail(str(error))
+            raise
         finally:
             starting.cancel()
 
@@ -358,7 +361,7 @@ class Stack:
             watchdog.cancel()
         if self._front is not None:
             await self._front.close()
-        if self.args.nnodes > 1 and self.args.node_rank == 0 and self._watchdog is not None and not self._failed:
+        if self.args.nnodes > 1 and self.args.node_rank == 0 and self._ranks and not self._failed:
             await next(iter(self._ranks)).dismiss()  # so that the other nodes know that nothing is wrong
         await asyncio.gather(*(child.wait_killed() for child in self._children))
         self.instance.release()

@@ -149,25 +149,26 @@ async def serve_ranks(stack: Stack, asked: "asyncio.Future[int]") -> int:
     another node does unasked.
     """
     starting = asyncio.create_task(stack.start())
-    await first_of(starting, asked)
+    dismissed = asyncio.create_task(stack.dismissed.wait())
+    await first_of(starting, asked, dismissed)
     if asked.done():
         starting.cancel()
         return 128 + asked.result()
-    await starting
-    stack.announce_ready()
-    stack.observer.ready(f"node {stack.args.node_rank}", stack.checkpoint.name, stack.facts)
     failed = asyncio.create_task(stack.wait_failed())
-    dismissed = asyncio.create_task(stack.dismissed.wait())
     try:
-        await first_of(failed, asked, dismissed)
+        if not dismissed.done():
+            await starting
+            stack.announce_ready()
+            stack.observer.ready(f"node {stack.args.node_rank}", stack.checkpoint.name, stack.facts)
+            await first_of(failed, asked, dismissed)
         if failed.done():
             raise failed.result()
         if dismissed.done():
             log.info("the first node was stopped")
         return 0
     finally:
-        failed.cancel()
-        dismissed.cancel()
+        for task in (starting, failed, dismissed):
+            task.cancel()
 
 
 async def until_asked(stack: Stack, asked: "asyncio.Future[int]", http: "HttpServer") -> int:

@@ -75,9 +75,9 @@ class Topology:
 
 
 def init_topology(
-    rank: int, tp_size: int, pp_size: int, where: str, device: str, timeout_s: float, nodes: int = 1
+    rank: int, tp_size: int, pp_size: int, store: Store, device: str, timeout_s: float, nodes: int = 1
 ) -> Topology:
-    """Joins the tp_size * pp_size ranks at `where` (see make_store); rank = pp_rank * tp_size + tp_rank.
+    """Joins the tp_size * pp_size ranks that meet in `store` (see make_store); rank = pp_rank * tp_size + tp_rank.
 
     Every rank must call it. nccl joins CUDA devices, gloo CPUs, and shared memory those of one node. A collective of a
     step that takes longer than `timeout_s` raises. Each of the `nodes` has the same number of ranks, the first ones
@@ -87,7 +87,7 @@ def init_topology(
     patient, timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S), timedelta(seconds=timeout_s)
     distributed.init_process_group(
         "nccl" if torch.device(device).type == "cuda" else "gloo",
-        store=make_store(where, rank, world),
+        store=store,
         rank=rank,
         world_size=world,
         timeout=patient,
@@ -124,6 +124,7 @@ def make_store(where: str, rank: int, world: int) -> Store:
         world,
         is_master=rank == 0,
         timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+        wait_for_workers=False,  # until they have come this one could not tell them that it ends
         master_listen_fd=listener if rank == 0 else None,
         use_libuv=False,  # which would listen on every interface
     )

@@ -83,11 +83,7 @@ class Discard(msgspec.Struct, frozen=True, tag=True):
     """Forget the staged weights."""
 
 
-class Dismiss(msgspec.Struct, frozen=True, tag=True):
-    """End: the instance is stopped. A rank that only loses the first one does not know that nothing is wrong."""
-
-
-Command = Run | Report | Stage | Commit | Discard | Dismiss
+Command = Run | Report | Stage | Commit | Discard
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -269,8 +265,6 @@ def _listen(rank: Rank, commands: "SimpleQueue[Command | RankLost]") -> None:
             command = decoder.decode(receive_broadcast(control, "plan"))
             if isinstance(command, Report):
                 send_bytes(msgspec.msgpack.encode(rank.report()), 0, control, "reports")
-            elif isinstance(command, Dismiss):
-                os._exit(0)  # whatever step is under way: it would wait for ranks that end
             else:
                 commands.put(command)
     except RankLost as error:
@@ -332,10 +326,6 @@ class Leader:
                 broadcast_bytes(data, self._control, "plan")
         except RankLost as error:
             raise WorkerDied(f"another rank does not answer ({error})") from error
-
-    def dismiss(self) -> None:
-        """Tells the other ranks that this one is about to end on purpose. For any thread; raises WorkerDied."""
-        self.tell(Dismiss())
 
     def _finish(self, handle: "Future[StepResult]", outcome: Outcome) -> None:
         self._active.leave()

@@ -8,7 +8,9 @@ Where several ranks hold the model this is the first of them; the others, which 
 import hashlib
 import logging
 import os
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +25,8 @@ from llguidance import LLTokenizer
 
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.distributed.errors import RankLost
-from llmserve.runtime.distributed.groups import Topology, init_topology
+from llmserve.runtime.distributed.farewell import await_farewell, say_farewell
+from llmserve.runtime.distributed.groups import Topology, init_topology, make_store
 from llmserve.runtime.distributed.presence import find_gone
 from llmserve.runtime.engine.batch import Worker, WorkerDied
 from llmserve.runtime.engine.ranks import Leader, follow
@@ -71,13 +74,12 @@ def run_rank(init: ChildInit, report: Reporter, index: int) -> None:
     args = init.args
     topology = Topology()
     try:
-        topology = join(init, choose_device(args, index))
+        topology = join(init, report, choose_device(args, index))
         rank = create_rank(args, init.checkpoint, report.progress, topology, index)
         if topology.control.rank > 0:
             report.ready(weight_bytes=rank.info.weight_bytes)
             follow(rank)
         leader = Leader(rank, init.checkpoint, lost=lambda text: end_lost(init, report, topology, text))
-        report.farewell = leader.dismiss
         warm_up(leader, report.progress)
         serve(init, report, leader)
     except (RankLost, WorkerDied) as error:
@@ -98,17 +100,27 @@ def end_lost(init: ChildInit, report: Reporter, topology: Topology, reason: str)
     os._exit(1)  # torch would wait for the ranks that are gone
 
 
-def join(init: ChildInit, device: torch.device) -> Topology:
-    """This rank's groups."""
+def join(init: ChildInit, report: Reporter, device: torch.device) -> Topology:
+    """This rank's groups. From here on the ranks of other nodes know when the first one ends on purpose."""
     args = init.args
     rank = init.pp_rank * args.tp_size + init.tp_rank
     where = rendezvous(args, init.directory, init.dp_rank)
     timeout_s = args.watchdog_timeout or NO_TIMEOUT_S
+    world = args.tp_size * args.pp_size
     try:
-        topology = init_topology(rank, args.tp_size, args.pp_size, where, device.type, timeout_s, args.nnodes)
+        store = make_store(where, rank, world)
     except OSError as error:
         address, fault = where.split("/")[2], os.strerror(error.errno or 0)
         raise ConfigError(f"the ranks cannot meet at {address}: {fault}; choose another port") from error
+    if args.nnodes > 1:
+        own = make_store(where, rank or 1, world)  # one that no other thread waits with
+        if rank == 0:
+            report.farewell = partial(say_farewell, own, world - 1)
+        else:
+            # whatever is under way: it would wait for ranks that end
+            leaving = partial(await_farewell, own, leave=partial(os._exit, 0))
+            threading.Thread(target=leaving, daemon=True, name="farewell").start()
+    topology = init_topology(rank, args.tp_size, args.pp_size, store, device.type, timeout_s, args.nnodes)
     if args.nnodes > 1:
         shared = msgspec.json.encode([init.checkpoint.config, *(getattr(args, name) for name in SHARED_OPTIONS)])
         digest = hashlib.blake2b(shared, digest_size=7).digest()

@@ -145,21 +145,50 @@ def test_the_other_node_knows_whether_the_first_was_stopped(
         kill(first, second)
 
 
+def test_the_other_node_knows_that_the_first_was_stopped_while_loading(
+    nodes: tuple[str, str], own_root: Path, tiny_model: Path
+) -> None:
+    """Nobody gets on as one rank stands still; another one of its node is there to hear."""
+    four = ("--tp-size", "4")
+    first, second = (launch(own_root, node, rank, tiny_model, *four) for rank, node in enumerate(nodes))
+    try:
+        wait_until(lambda: len(psutil.Process(second.process.pid).children()) == 2, 20, "the start of its ranks")
+        second.child("scheduler-dp0-pp0-tp3").suspend()
+        wait_until(lambda: connections(nodes[1]) >= 2, 20, "that the other rank has found the first one's")
+        processes = [*first.processes(), *second.processes()]
+        first.process.terminate()
+        assert second.wait_ended(5) == 0
+        assert "the first node was stopped" in second.log_text()
+        assert first.wait_ended(5) == 128 + signal.SIGTERM
+        assert_gone(processes, 5)
+    finally:
+        kill(first, second)
+
+
 def listeners(namespace: str) -> set[str]:
     """The addresses on which somebody listens in a node, but for the HTTP front on its loopback."""
+    found = set()
+    for local in sockets(namespace, "0A"):
+        raw = bytes.fromhex(local.split(":")[0])
+        found.add(".".join(str(byte) for byte in reversed(raw)) if len(raw) == 4 else raw.hex())
+    return found - {"127.0.0.1"}
+
+
+def connections(namespace: str) -> int:
+    """How many ends of connections there are in a node."""
+    return len(sockets(namespace, "01"))
+
+
+def sockets(namespace: str, state: str) -> list[str]:
+    """The local addresses of a node's TCP sockets in a state, as the kernel writes them."""
     done = subprocess.run(
         ["ip", "netns", "exec", namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6"],
         capture_output=True,
         text=True,
         check=True,
     )
-    found = set()
-    for line in done.stdout.splitlines():
-        fields = line.split()
-        if len(fields) > 3 and fields[3] == "0A":
-            raw = bytes.fromhex(fields[1].split(":")[0])
-            found.add(".".join(str(byte) for byte in reversed(raw)) if len(raw) == 4 else raw.hex())
-    return found - {"127.0.0.1"}
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return [fields[1] for fields in lines if len(fields) > 3 and fields[3] == state]
 
 
 def test_nodes_that_differ_do_not_serve(nodes: tuple[str, str], own_root: Path, tiny_model: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llmserve.runtime.distributed.groups import Topology, init_topology
+from llmserve.runtime.distributed.groups import Topology, init_topology, make_store
 
 SECONDS = 55.0
 
@@ -36,7 +36,8 @@ def run_ranks(
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             topology = Topology()
             if tp_size * pp_size > 1:
-                topology = init_topology(rank, tp_size, pp_size, f"file://{rendezvous}", "cpu", timeout_s)
+                store = make_store(f"file://{rendezvous}", rank, tp_size * pp_size)
+                topology = init_topology(rank, tp_size, pp_size, store, "cpu", timeout_s)
             results.put((rank, True, work(topology, *arguments)))
         except BaseException:
             results.put((rank, False, traceback.format_exc()))

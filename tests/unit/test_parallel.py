@@ -15,7 +15,7 @@ from torch import Tensor
 from checkpoints import make_tiny
 from llmserve.runtime.attention.base import ForwardBatch
 from llmserve.runtime.distributed.collectives import least
-from llmserve.runtime.distributed.groups import Group, Topology, init_topology
+from llmserve.runtime.distributed.groups import Group, Topology, init_topology, make_store
 from llmserve.runtime.distributed.pipeline import Pipe, stage_layers
 from llmserve.runtime.engine.batch import PlanRow, SampleSpec, StepPlan
 from llmserve.runtime.engine.ranks import _without_masks
@@ -54,7 +54,8 @@ def run_rank(
 ) -> None:
     try:
         torch.set_num_threads(1)
-        topology = init_topology(rank, split.tp, split.pp, rendezvous, "cpu", timeout_s=20, nodes=split.nodes)
+        store = make_store(rendezvous, rank, split.tp * split.pp)
+        topology = init_topology(rank, split.tp, split.pp, store, "cpu", timeout_s=20, nodes=split.nodes)
         checkpoint = resolve(directory)
         model = build_model(checkpoint.config, torch.float32, torch.device("cpu"), topology=topology)
         load_weights(model, checkpoint, lambda done, total: None, topology)
