@@ -204,6 +204,16 @@ def test_chat_reads_its_message_where_a_dash_stands(front: Front) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_token_that_does_not_come_is_waited_for_so_long(front: Front, command: str) -> None:
+    let_it_go = threading.Event()
+    front.before = lambda: let_it_go.wait(10)
+    result = run(command, "Hello", "--timeout", "0.2")
+    let_it_go.set()
+    assert (result.code, result.out) == (75, "")
+    assert result.err == "llmserve: no token came for 0.2 s; see --timeout\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
 @pytest.mark.parametrize("state", ["paused", "ready"])
 def test_a_pause_is_told_once_while_one_waits(
     front: Front, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, state: str
