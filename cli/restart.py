@@ -22,7 +22,7 @@ def restart(
             "--timeout",
             metavar="SECONDS",
             min=0.0,
-            help="How long to wait for its end.",
+            help="How long to wait for its end; after that nothing is launched.",
             show_default="its --drain-timeout",
         ),
     ] = None,
