@@ -136,11 +136,17 @@ async def test_an_abort_that_names_nothing_aborts_nothing(app: App) -> None:
     assert app.rpc.calls[-1][0] == AbortReqInput()
 
 
-@pytest.mark.parametrize("code", sorted(STATUSES))
-async def test_a_refusal_has_its_status_and_its_words(app: App, code: Any) -> None:
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        *(("busy", 409), ("not_found", 404), ("invalid", 400), ("denied", 403)),
+        *(("timeout", 504), ("protocol", 502), ("failed", 500), ("unavailable", 503)),
+    ],
+)
+async def test_a_refusal_has_its_status_and_its_words(app: App, code: Any, status: int) -> None:
     app.rpc.answer = RpcCallError(code, "3 requests run and 1 waits")
     response = await app.post("/flush_cache", {})
-    assert response.status_code == STATUSES[code] >= 400
+    assert response.status_code == status
     assert response.json()["error"]["message"] == "3 requests run and 1 waits"
     assert response.json()["error"]["code"] == code
 

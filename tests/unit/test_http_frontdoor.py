@@ -84,6 +84,7 @@ async def test_admin_routes_have_a_key_of_their_own(tokenizer: Tokenizer, path: 
     assert await status_of(app, path, None) == 401
     assert await status_of(app, path, "admin-key") != 401
     assert await status_of(app, "/v1/models", "admin-key") == 200
+    assert await status_of(app, "/v1/models", "user-key") == 200
 
 
 async def test_without_an_admin_key_the_api_key_opens_admin_routes(tokenizer: Tokenizer) -> None:
