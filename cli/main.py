@@ -4,6 +4,7 @@ A command's module is imported only when that command is run, completed or asked
 costs what a bare Typer program costs. What commands do is in their modules; every error meant for the user ends here.
 """
 
+import errno
 import gc
 import importlib
 import inspect
@@ -16,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from llmserve.cli.commands import COMMANDS
-from llmserve.cli.common import console_of, exit_code_of
+from llmserve.cli.common import ExitCode, console_of, exit_code_of
 from llmserve.cli.console import Console
 
 CONTEXT_SETTINGS = {"help_option_names": ["--help", "-h"]}
@@ -79,10 +80,15 @@ class LazyGroup(TyperGroup):
         """Runs the command and turns an error that is meant for the user into its text and exit status."""
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:
-            # The reader has what it wanted (`llmserve ps | head -1`). Python would complain when it flushes at exit.
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ENOSPC):
+                raise
+            # Python would complain about what is left when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
+            if error.errno == errno.EPIPE:  # the reader has what it wanted (`llmserve ps | head -1`)
+                raise typer.Exit(0) from None
+            console_of(ctx).error(f"cannot write: {error.strerror}")
+            raise typer.Exit(ExitCode.FAILED) from None
         except typer.BadParameter as error:
             from llmserve.cli.sources import bad_variable
 

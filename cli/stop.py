@@ -12,10 +12,12 @@ from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOpti
 from llmserve.cli.console import Console
 from llmserve.cli.format import duration, plural
 from llmserve.cli.ps import ask_load
-from llmserve.runtime.instance import InstanceRecord, sweep_stale
+from llmserve.runtime.instance import InstanceError, InstanceRecord, sweep_stale
 
 LOOK_EVERY_S = 0.5
 ENDS_NOW_WITHIN_S = 2.0
+TAKES_NOTICE_WITHIN_S = 10.0
+"""A main process that hangs, or is stopped by SIGSTOP, never gets to its --drain-timeout."""
 
 
 def stop(
@@ -83,8 +85,12 @@ def wait_gone(process: int, seconds: float) -> bool:
 
 
 def wait_drained(console: Console, record: InstanceRecord, process: int, limit: float | None) -> None:
-    """Waits for the end, saying on a terminal what it waits for. Raises CommandError (75) after `limit` seconds."""
+    """Waits for the end, saying on a terminal what it waits for.
+
+    Raises CommandError (75) after `limit` seconds, and earlier where the instance does not even begin to drain.
+    """
     deadline = time.monotonic() + (limit if limit is not None else float("inf"))
+    notice, drains = time.monotonic() + TAKES_NOTICE_WITHIN_S, False
     screen = console.err
     with screen.status(f"draining {record.name}") as status:
         while not wait_gone(process, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
@@ -93,7 +99,22 @@ def wait_drained(console: Console, record: InstanceRecord, process: int, limit: 
                     f'"{record.name}" is still draining; its --drain-timeout ends it, or `llmserve stop --now`',
                     ExitCode.BUSY,
                 )
+            drains = drains or says_it_drains(record)
+            if not drains and time.monotonic() >= notice:
+                raise CommandError(
+                    f'"{record.name}" (pid {record.pid}) has not begun to drain in {duration(TAKES_NOTICE_WITHIN_S)}: '
+                    "it hangs, or is stopped; `llmserve stop --now` ends it all the same",
+                    ExitCode.BUSY,
+                )
             load = ask_load(record)
             if load is not None:
                 left = plural(load.running + load.waiting, "request")
                 status.update(f"draining {record.name}: {left} left")
+
+
+def says_it_drains(record: InstanceRecord) -> bool:
+    """Whether the main process has taken notice, or is gone."""
+    try:
+        return find_instance(record.name).state == "draining"
+    except InstanceError:
+        return True

@@ -197,6 +197,20 @@ def test_stop_now_tells_it_to_end_at_once_before_it_kills(monkeypatch: pytest.Mo
     assert sent == [signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM]
 
 
+def test_stop_does_not_wait_for_a_main_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its --drain-timeout would be kept by that very process; one that drains is waited for as long as asked."""
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda process, number: None)
+    monkeypatch.setattr(stop, "TAKES_NOTICE_WITHIN_S", 0.05)
+    monkeypatch.setattr(stop, "LOOK_EVERY_S", 0.01)
+    with FakeInstance() as fake:
+        result = run("stop")
+        assert result.code == 75
+        assert "has not begun to drain" in result.err
+        assert "stop --now" in result.err
+        fake.instance.update(state="draining")
+        assert "is still draining" in run("stop", "--timeout", "0.2").err
+
+
 # ---- doctor --------------------------------------------------------------------------------------------------------
 
 

@@ -130,3 +130,18 @@ def test_version_is_that_of_the_package() -> None:
     script = Path(sys.executable).with_name("llmserve")
     run = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
     assert run.stdout == "llmserve 0.1.0\n"
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["config", "--json"]])
+def test_a_full_disk_is_said_in_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", LLMSERVE, *arguments], stdout=full, stderr=-1, text=True)
+    assert (done.returncode, done.stderr) == (1, "llmserve: cannot write: No space left on device\n")
+
+
+def test_a_reader_that_has_enough_is_no_failure() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        done = subprocess.run([sys.executable, "-c", LLMSERVE, "config"], stdout=pipe, stderr=-1, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
