@@ -47,7 +47,7 @@ def doctor(
     timeout: TimeoutOption = 2.0,
     json: JsonOption = False,
 ) -> None:
-    """Look for what goes wrong: stale directories, orphans, taken ports, memory, versions, threads.
+    """Look for what goes wrong: stale directories, orphans, lost replicas, taken ports, memory, versions, threads.
 
     Exit status 1 when something is bad. --fix touches nothing of an instance that lives.
     """
