@@ -1,6 +1,8 @@
 """`llmserve update-weights`: swaps the weights of the running instance, or says why that would not work."""
 
+import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from llmserve.runtime.instance import InstanceRecord
 
 INTERRUPTED_TIMEOUT_S = 10.0
+LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""The number of a layer, in a tensor's name."""
 
 
 def update_weights(
@@ -102,9 +106,29 @@ def interrupted(record: "InstanceRecord") -> str:
     return f"interrupted; the weights that serve are {serving}"
 
 
+def folded(differences: Sequence[str]) -> list[str]:
+    """One line for what is the same in many layers: "layers.0-29.mlp.up_proj.weight: missing"."""
+    layers: dict[str, list[int]] = {}
+    for line in differences:
+        number = LAYER.search(line)
+        layers.setdefault(LAYER.sub("\0", line, count=1), []).extend([int(number[0])] if number else [])
+    return [line.replace("\0", ranges(numbers), 1) if numbers else line for line, numbers in layers.items()]
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """0, 1, 2 and 5 as "0-2,5"."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
 def report(answer: UpdateWeightReqOutput, dry_run: bool) -> str:
     if answer.differences:
-        return "\n".join([f"{answer.model_path} differs from the model that runs:", *answer.differences])
+        return "\n".join([f"{answer.model_path} differs from the model that runs:", *folded(answer.differences)])
     if dry_run:
         return f"{answer.model_path} would be accepted"
     return (

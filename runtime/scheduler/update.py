@@ -170,7 +170,9 @@ def _checked(staging: Staging, request: UpdateWeightReqInput) -> hub.Checkpoint:
         raise Refusal("failed", f"cannot read {request.model_path} ({kind}); the old weights serve on")
     if staging.differences and not request.dry_run:
         more = len(staging.differences) - SHOWN_DIFFERENCES
-        lines = staging.differences[:SHOWN_DIFFERENCES] + ([f"and {more} more"] if more > 0 else [])
+        lines = staging.differences[:SHOWN_DIFFERENCES] + (
+            [f"and {more} more, which a dry run tells"] if more > 0 else []
+        )
         raise Refusal("failed", "\n".join(["the checkpoint differs from the model that runs:", *lines]))
     assert staging.checkpoint is not None
     return staging.checkpoint

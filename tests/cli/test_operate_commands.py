@@ -406,6 +406,17 @@ def test_dry_run_prints_what_differs(fake: FakeInstance) -> None:
     assert fake.requests == [UpdateWeightReqInput(model_path="org/other", dry_run=True)]
 
 
+def test_what_differs_in_many_layers_is_one_line() -> None:
+    missing = [f"model.layers.{layer}.mlp.up_proj.weight: missing" for layer in (0, 1, 2, 5, 7, 8)]
+    shape = "model.layers.3.norm.weight: shape [64, 1.5.2], the model has [576]"
+    assert update_weights.folded(["config: x is {}", *missing, shape, "lm_head.weight: missing"]) == [
+        "config: x is {}",
+        "model.layers.0-2,5,7-8.mlp.up_proj.weight: missing",
+        shape,
+        "lm_head.weight: missing",
+    ]
+
+
 def test_update_that_aborts_is_confirmed(fake: FakeInstance) -> None:
     assert run("update-weights", "x", "--mode", "abort").code == 2
     assert fake.requests == []
