@@ -710,7 +710,7 @@ def test_an_update_that_does_not_fit_is_refused_with_what_differs(monkeypatch: p
     assert text.splitlines() == [
         "the checkpoint differs from the model that runs:",
         *harness.swap.differing[:5],
-        "and 2 more",
+        "and 2 more, which a dry run tells",
     ]
     harness.check_old_serves()
 
