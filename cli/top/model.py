@@ -73,7 +73,8 @@ class Model:
     @property
     def has_rates(self) -> bool:
         """Whether there are two samples to compare, of each scheduler and of the front."""
-        return len(self._history) > len(self._replicas) > 0 and len(self._latencies) >= 2
+        expected = self.link.replicas if self.link is not None else 1
+        return len(self._history) > len(self._replicas) >= expected and len(self._latencies) >= 2
 
     @property
     def has_numbers(self) -> bool:

@@ -29,6 +29,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     address: str = ""
     detail: str = ""
     """Why there is no connection, for the reader."""
+    replicas: int = 1
+    """Those that live."""
     lost_replicas: tuple[int, ...] = ()
 
 

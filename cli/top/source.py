@@ -236,6 +236,7 @@ class Live(Source):
             model=record.served_model_names[0] if record.served_model_names else record.model,
             address=f"{record.host}:{record.port}",
             detail=detail,
+            replicas=len(record.rpc_addresses),
             lost_replicas=record.lost_replicas,
         )
         if self._link is None or link != msgspec.structs.replace(self._link, time=link.time):

@@ -247,15 +247,13 @@ def test_replicas_are_added_up() -> None:
 
 def test_what_a_replica_counted_before_it_was_heard_of_is_no_rate() -> None:
     """It answers a little later than the other, an hour into its life; `--once` waits until both have spoken twice."""
-    model = Model()
+    model = fed([Link(time=START, status="connected", name="prod", replicas=2)])
     rates = []
-    for second in (100, 101):
-        for rank in (0, 1):
-            sample = msgspec.structs.replace(scheduler(second), dp_rank=rank, time=START + second + rank / 100)
-            model.add(sample)
-            model.add(front(second))
-            rates.append(model.has_rates)
-    assert rates == [False, False, False, True]
+    for second, rank in ((99, 0), (100, 0), (100, 1), (101, 0), (101, 1)):
+        model.add(msgspec.structs.replace(scheduler(second), dp_rank=rank, time=START + second + rank / 100))
+        model.add(front(second))
+        rates.append(model.has_rates)
+    assert rates == [False, False, False, False, True]
     found = model.snapshot(START + 101.02)
     assert found.load.decode_tokens_per_s == pytest.approx(200.0)
     assert found.load.requests_per_s == pytest.approx(4.0)
