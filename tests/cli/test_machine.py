@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,9 +23,11 @@ from fake_instance import FakeInstance, fresh_registry, run
 
 from llmserve.cli import doctor, restart, stop
 from llmserve.cli.common import CommandError
+from llmserve.runtime.config import ConfigError
 from llmserve.runtime.instance import InstanceRecord, process_start_time
 from llmserve.runtime.logs import LineFormatter
 from llmserve.runtime.messages import GetStatusReqInput, GetStatusReqOutput, ProcessInfo
+from llmserve.runtime.models import hub
 
 
 @pytest.fixture(autouse=True)
@@ -362,6 +366,39 @@ def test_doctor_counts_the_threads_of_all_ranks_and_instances() -> None:
         fake.handlers[GetStatusReqInput] = lambda _: status_of(0)
         (finding,) = examine()["threads"]
         assert f"{max(2, cores // 2 * 2)} threads on " in finding["detail"]
+
+
+def test_doctor_names_the_libraries_and_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = examine()["libraries"]
+    assert found["status"] == "ok"
+    assert f"torch {version('torch')}, " in found["detail"]
+    monkeypatch.setattr(doctor, "LIBRARIES", ("no-such-library", "torch"))
+    missing, found = examine()["libraries"]
+    assert (missing["status"], found["status"]) == ("bad", "ok")
+    assert missing["detail"].startswith("no-such-library is not installed")
+
+
+@pytest.mark.parametrize(("available", "swapped", "status"), [(50, 0, "ok"), (4, 0, "bad"), (50, 6, "warning")])
+def test_doctor_looks_at_the_memory(monkeypatch: pytest.MonkeyPatch, available: int, swapped: int, status: str) -> None:
+    memory = SimpleNamespace(available=available << 30, total=100 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=swapped << 30))
+    (found,) = examine()["memory"]
+    assert found["status"] == status
+    assert f"{available}.0 GiB of 100 GiB available" in found["detail"]
+
+
+def test_doctor_says_which_model_is_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "default_model", lambda: "/models/small.gguf")
+    assert examine()["default model"] == [
+        {"check": "default model", "status": "ok", "detail": "/models/small.gguf"},
+    ]
+
+    def none() -> str:
+        raise ConfigError("none is installed")
+
+    monkeypatch.setattr(hub, "default_model", none)
+    assert examine()["default model"][0]["status"] == "warning"
 
 
 def test_doctor_names_an_instance_of_another_version() -> None:
