@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from llmserve.runtime import decision
-from llmserve.runtime.client import AsyncRpcClient, OnProgress
+from llmserve.runtime.client import AsyncRpcClient, OnProgress, RpcCallError
 from llmserve.runtime.messages import ControlRequest, RpcProgress, UpdateWeightReqInput
 from llmserve.runtime.ports import replica_of
 
@@ -26,13 +26,14 @@ async def call_each(
     timeout_s: float,
     on_progress: OnProgress | None = None,
 ) -> list[AnswerT]:
-    """The answers of the schedulers at `addresses`, in their order. Raises the first RpcCallError, when all have ended.
+    """The answers of the schedulers at `addresses`, in their order. Raises RpcCallError when all have ended and some
+    have failed: with the code of the first of those, and the words of each.
 
     To cancel it is to leave all the calls.
     """
     if len(addresses) > 1 and isinstance(request, UpdateWeightReqInput) and not request.dry_run:
         return await _update_all(directory, addresses, request, timeout_s, on_progress)
-    return await _gather([_call(address, request, timeout_s, on_progress) for address in addresses])
+    return await _gather(addresses, [_call(address, request, timeout_s, on_progress) for address in addresses])
 
 
 async def _call(
@@ -42,12 +43,28 @@ async def _call(
         return await client.call(request, on_progress)
 
 
-async def _gather(calls: Sequence["asyncio._CoroutineLike[AnswerT]"]) -> list[AnswerT]:
+async def _gather(addresses: Sequence[str], calls: Sequence["asyncio._CoroutineLike[AnswerT]"]) -> list[AnswerT]:
     results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
+    failures: dict[int, RpcCallError] = {}
+    for address, result in zip(addresses, results, strict=True):
+        if isinstance(result, RpcCallError):
+            failures[replica_of(address)] = result
+        elif isinstance(result, BaseException):
             raise result
+    if failures:
+        raise _joined(failures, len(addresses))
     return list(results)  # type: ignore[arg-type]
+
+
+def _joined(failures: dict[int, RpcCallError], asked: int) -> RpcCallError:
+    """What has failed on which of so many replicas."""
+    first = next(iter(failures.values()))
+    if len(failures) == asked and len({error.message for error in failures.values()}) == 1:
+        return first
+    told = [f"replica {number}: {error.message}" for number, error in failures.items()]
+    if len(failures) < asked:
+        told.append("the others have done it")
+    return RpcCallError(first.code, "; ".join(told))
 
 
 async def _update_all(
@@ -81,7 +98,7 @@ async def _update_all(
             raise
 
     try:
-        return await _gather([call(address) for address in addresses])
+        return await _gather(addresses, [call(address) for address in addresses])
     finally:
         if len(prepared) < len(addresses):
             decision.decide(directory, name, "abort")

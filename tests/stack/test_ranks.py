@@ -254,6 +254,24 @@ def test_operators_reach_all_replicas(replicated: RunningInstance) -> None:
     assert again.stdout.splitlines() == [f"replica {n}: flushed 0 pages (0 B)" for n in (0, 1)]
 
 
+def test_what_a_replica_refuses_is_told_of_it_alone(replicated: RunningInstance) -> None:
+    """Both refuse in other words; or one does, and the other one has done it."""
+    with load(replicated, FOREVER, streams=2, plain=1):
+        loads = [r["running"] for r in cli_json(replicated, "status")["replicas"]]
+        assert sorted(loads) == [1, 2]
+        refused = cli_json(replicated, "flush-cache", code=75)
+        assert all(f"replica {number}: {count} running" in refused for number, count in enumerate(loads))
+        busy, idle = (loads.index(count) for count in (2, 1))
+        (alone,) = (each["rid"] for each in cli_json(replicated, "requests") if each["replica"] == idle)
+        cli_json(replicated, "abort", alone)
+        over_http = httpx.post(f"{replicated.url}/flush_cache", timeout=10)
+        assert over_http.status_code == 409
+        message = over_http.json()["error"]["message"]
+        assert message.startswith(f"replica {busy}: 2 running")
+        assert message.endswith("; the others have done it")
+        assert cli_json(replicated, "abort", "--all", "--yes")["not_found"] == []
+
+
 # ---- ranks that die ------------------------------------------------------------------------------------------------
 
 
