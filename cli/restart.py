@@ -30,7 +30,8 @@ def restart(
 ) -> None:
     """End an instance and launch it again: same name, port, options, variables and working directory.
 
-    The new one runs in the background, whatever the old one did.
+    The new one runs in the background, whatever the old one did, and has the weights that it was launched with: those
+    of a later update-weights are gone.
     """
     record = find_instance(instance)
     command, environ, directory = how_launched(record)
