@@ -108,9 +108,10 @@ def tensor_parallel(config: ModelConfig, tp_size: int, pp_size: int) -> bool:
 def check_devices(ranks: int, devices: int) -> None:
     """Raises ConfigError when this node has fewer CUDA devices than ranks."""
     if ranks > devices:
+        fewer = f"up to {devices} work (--tp-size times --pp-size times --dp-size)" if devices else "none works"
         raise ConfigError(
-            f"{ranks} ranks on this node need a CUDA device each and there are {devices}: lower --tp-size, --pp-size "
-            "or --dp-size, or use --device cpu, where ranks may share the cores"
+            f"{ranks} ranks on this node need a CUDA device each and there are {devices}: {fewer}; with --device cpu "
+            "ranks share the cores"
         )
 
 

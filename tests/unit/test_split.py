@@ -60,8 +60,10 @@ def test_every_cuda_rank_needs_a_device(config: ModelConfig, monkeypatch: pytest
     monkeypatch.setattr(ranks, "visible_devices", lambda: 3)
     ranks.check_split(args(tp_size=2, device="cuda"), config)
     ranks.check_split(args(tp_size=2, dp_size=2, device="cpu"), config)
-    with pytest.raises(ConfigError, match="4 ranks on this node need a CUDA device each and there are 3"):
+    with pytest.raises(ConfigError, match="4 ranks on this node need a CUDA device each and there are 3: up to 3"):
         ranks.check_split(args(tp_size=2, dp_size=2, device="cuda"), config)
+    with pytest.raises(ConfigError, match="there are 0: none works; with --device cpu"):
+        ranks.check_devices(1, 0)
 
 
 @pytest.mark.parametrize(
