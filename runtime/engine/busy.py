@@ -1,5 +1,6 @@
-"""How long a rank has been at work: from when the stage before has delivered to the end of each step."""
+"""How long a rank has been at work, and how long any rank has: the difference is what it has waited for others."""
 
+import threading
 import time
 from collections import deque
 
@@ -7,7 +8,9 @@ import torch
 
 
 class BusyTime:
-    """`begin` and `end` surround the work. On CUDA, which does it later, they are marks in its stream.
+    """A rank's own work, from when the stage before has delivered to the end of each step.
+
+    `begin` and `end` surround it. On CUDA, which does it later, they are marks in its stream.
 
     `seconds` may be read in another thread; a step whose end CUDA has not reached counts later.
     """
@@ -42,3 +45,32 @@ class BusyTime:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+class ActiveTime:
+    """The time during which at least one step is under way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._since = 0.0
+        self._total = 0.0
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._total + (time.perf_counter() - self._since if self._count else 0.0)
+
+    def enter(self) -> int:
+        """How many steps are under way with this one."""
+        with self._lock:
+            if self._count == 0:
+                self._since = time.perf_counter()
+            self._count += 1
+            return self._count
+
+    def leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                self._total += time.perf_counter() - self._since

@@ -14,8 +14,9 @@ from llmserve.runtime.config import ConfigError, ServerArgs
 from llmserve.runtime.distributed.collectives import least, total
 from llmserve.runtime.distributed.groups import Topology
 from llmserve.runtime.engine.batch import PlanRow, SampleSpec, StepPlan, WorkerInfo, int32_bytes
+from llmserve.runtime.engine.leader import Leader
 from llmserve.runtime.engine.memory import pool_tokens
-from llmserve.runtime.engine.ranks import Leader, Rank
+from llmserve.runtime.engine.ranks import Rank
 from llmserve.runtime.engine.swap import ModelSwap
 from llmserve.runtime.engine.weights import load_weights, weight_bytes
 from llmserve.runtime.engine.worker import TpModelWorker

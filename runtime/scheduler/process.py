@@ -29,7 +29,8 @@ from llmserve.runtime.distributed.farewell import await_farewell, say_farewell
 from llmserve.runtime.distributed.groups import Topology, init_topology, make_store
 from llmserve.runtime.distributed.presence import find_gone
 from llmserve.runtime.engine.batch import Worker, WorkerDied
-from llmserve.runtime.engine.ranks import Leader, follow
+from llmserve.runtime.engine.leader import Leader
+from llmserve.runtime.engine.ranks import follow
 from llmserve.runtime.engine.runner import choose_device, create_rank, create_worker, warm_up
 from llmserve.runtime.engine.shared_source import same_everywhere
 from llmserve.runtime.messages import SchedulerInput, SchedulerMetrics

@@ -18,7 +18,7 @@ from llmserve.runtime.distributed.collectives import least
 from llmserve.runtime.distributed.groups import Group, Topology, init_topology, make_store
 from llmserve.runtime.distributed.pipeline import Pipe, stage_layers
 from llmserve.runtime.engine.batch import PlanRow, SampleSpec, StepPlan
-from llmserve.runtime.engine.ranks import _without_masks
+from llmserve.runtime.engine.leader import without_masks
 from llmserve.runtime.engine.weights import load_weights, weight_bytes
 from llmserve.runtime.layers.embedding import split_vocab
 from llmserve.runtime.layers.linear import split_heads, split_rows
@@ -129,7 +129,7 @@ def test_ranks_compute_what_one_computes(family: str, split: Split, overrides: d
 def test_ranks_that_do_not_draw_get_no_masks() -> None:
     specs = [SampleSpec(params=SamplingParams(), seed=1, position=2, mask=mask) for mask in (b"\x01", b"")]
     rows = [PlanRow(token_ids=b"1234", start=0, pages=b"", sample=spec) for spec in (*specs, None)]
-    lean = _without_masks(StepPlan(rows=tuple(rows)))
+    lean = without_masks(StepPlan(rows=tuple(rows)))
     assert [row.sample for row in lean.rows] == [specs[1], specs[1], None]
     assert [row.token_ids for row in lean.rows] == [b"1234"] * 3
 

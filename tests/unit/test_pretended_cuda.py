@@ -23,7 +23,8 @@ from llmserve.runtime.distributed import collectives, groups
 from llmserve.runtime.distributed.groups import Topology, init_topology
 from llmserve.runtime.engine import memory
 from llmserve.runtime.engine.batch import PlanRow, SampleSpec, StepPlan, Worker, WorkerDied, int32_bytes
-from llmserve.runtime.engine.ranks import Leader, follow
+from llmserve.runtime.engine.leader import Leader
+from llmserve.runtime.engine.ranks import follow
 from llmserve.runtime.engine.runner import choose_device, create_rank, create_worker, warm_up
 from llmserve.runtime.engine.weights import weights_of
 from llmserve.runtime.engine.worker import TpModelWorker
