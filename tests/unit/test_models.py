@@ -89,6 +89,8 @@ def test_family(family: str, tmp_path: Path) -> None:
         ("smollm3", {"use_sliding_window": True, "sliding_window": 12}),
         ("phi3", {"sliding_window": 20}),
         ("phi3", {"partial_rotary_factor": 0.75}),
+        ("llama", {"hidden_size": 80, "intermediate_size": 112}),
+        ("gemma2", {"hidden_size": 80}),
         ("gemma2", {"query_pre_attn_scalar": 50, "attn_logit_softcapping": None}),
         ("gemma3_text", {"final_logit_softcapping": 2.0}),
         ("gemma3_text", {"sliding_window_pattern": 2, "rope_scaling": LINEAR}),

@@ -11,7 +11,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <memory>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -50,22 +50,21 @@ class Walk {
     int phase_ = 0;
 };
 
+// It is there until the process ends, and so are its threads: nobody need wait for them then.
 class Crew {
   public:
-    explicit Crew(int threads) { resize(threads); }
+    Crew() = default;
+    ~Crew() = delete;
 
-    ~Crew() {
-        closing_ = true;
-        ++generation_;
-        generation_.notify_all();
-        for (auto& helper : helpers_) helper.join();
-    }
-
-    // So many threads from the next job on. Those that are not needed sleep.
+    // So many threads from the next job on, or as many as the system gives. Those that are not needed sleep.
     void resize(int threads) {
         size_ = std::clamp(threads, 1, kMostThreads);
-        for (int worker = static_cast<int>(helpers_.size()) + 1; worker < size_; ++worker) {
-            helpers_.emplace_back([this, worker] { help(worker); });
+        try {
+            for (; helpers_ + 1 < size_; ++helpers_) {
+                std::thread([this, worker = helpers_ + 1] { help(worker); }).detach();
+            }
+        } catch (const std::system_error&) {
+            size_ = helpers_ + 1;
         }
     }
 
@@ -119,13 +118,12 @@ class Crew {
         }
     };
 
-    void help(int worker) {
+    [[noreturn]] void help(int worker) {
         uint32_t seen = 0;
         while (true) {
             for (int turns = 0; generation_ == seen && turns < kIdleTurns; ++turns) _mm_pause();
             generation_.wait(seen);
             seen = generation_;
-            if (closing_) return;
             ++inside_;  // run() lets nothing go while anyone is inside
             if (open_ && worker < threads_) {
                 Walk walk(*this, worker, threads_);
@@ -139,13 +137,12 @@ class Crew {
 
     int size_ = 1;
     std::vector<Mark> marks_;
-    std::vector<std::thread> helpers_;
+    int helpers_ = 0;
     const std::function<void(Walk&)>* body_ = nullptr;
     std::atomic<uint32_t> generation_{0};
     std::atomic<int> inside_{0};
     std::atomic<int> threads_{1};
     std::atomic<bool> open_{false};
-    std::atomic<bool> closing_{false};
 };
 
 template <class Task>

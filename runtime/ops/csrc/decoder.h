@@ -115,7 +115,7 @@ class Decoder : public AnyDecoder {
     template <class From, class To>
     void copy_row(const From* from, To* to) const {
         for (int64_t i = 0; i < model_.hidden; i += kLanes) {
-            const __mmask16 lanes = first_lanes(static_cast<int>(model_.hidden - i));
+            const __mmask16 lanes = first_lanes(model_.hidden - i);
             store(to + i, load(from + i, lanes), lanes);
         }
     }
@@ -230,7 +230,7 @@ class Decoder : public AnyDecoder {
 
     void accumulate(float* row, int column, const __m512 (&sums)[4], const T* bias, float multiplier, bool add) const {
         for (int c = 0; c < 4; ++c, column += kLanes) {
-            const __mmask16 lanes = first_lanes(static_cast<int>(model_.hidden) - column);
+            const __mmask16 lanes = first_lanes(model_.hidden - column);
             __m512 sum = sums[c];
             if (bias) sum = _mm512_add_ps(sum, load(bias + column, lanes));
             sum = _mm512_mul_ps(sum, _mm512_set1_ps(multiplier));

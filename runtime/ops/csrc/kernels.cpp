@@ -1,9 +1,8 @@
 // The C interface that native.py calls. Arrays are contiguous unless a stride (in numbers) says otherwise; the caller
 // checks shapes. dtype 0 is float32, 1 bfloat16.
+#include <pthread.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
-#include <memory>
 
 #include "decoder.h"
 #include "sample.h"
@@ -13,8 +12,7 @@ using namespace llmserve;
 
 namespace {
 
-std::unique_ptr<Crew> crew;
-pid_t crew_process;  // whose threads the crew's are
+Crew* crew = nullptr;
 
 template <class F>
 void with_type(int dtype, F&& f) {
@@ -57,10 +55,11 @@ struct Handle {
 extern "C" {
 
 void llmserve_set_threads(int threads) {
-    if (crew && crew_process == getpid()) return crew->resize(threads);
-    if (crew && crew_process != getpid()) crew.release();  // its threads are not in a forked process: nothing to join
-    crew = std::make_unique<Crew>(threads);
-    crew_process = getpid();
+    if (!crew) {
+        crew = new Crew;
+        pthread_atfork(nullptr, nullptr, [] { crew = new Crew; });  // a forked process has none of its threads
+    }
+    crew->resize(threads);
 }
 
 // Asks for huge pages in memory that nothing has touched yet; the system may not give them.
@@ -113,7 +112,7 @@ void llmserve_gather_rows(int dtype, const Weight* weight, const int64_t* ids, v
             weight->read_row<T>(ids[r], row.data());
             T* to = static_cast<T*>(rows) + r * weight->inputs;
             for (int64_t i = 0; i < weight->inputs; i += kLanes) {
-                const __mmask16 lanes = first_lanes(static_cast<int>(weight->inputs - i));
+                const __mmask16 lanes = first_lanes(weight->inputs - i);
                 store(to + i, load(row.data() + i, lanes), lanes);
             }
         });
@@ -153,7 +152,7 @@ void llmserve_rms_norm(int dtype, const void* x, const void* residual, const flo
             if (residual) {
                 T* sum = static_cast<T*>(total) + r * size;
                 for (int64_t i = 0; i < size; i += kLanes) {
-                    const __mmask16 lanes = first_lanes(static_cast<int>(size - i));
+                    const __mmask16 lanes = first_lanes(size - i);
                     store(sum + i,
                           _mm512_add_ps(load(from + i, lanes),
                                         load(static_cast<const T*>(residual) + r * size + i, lanes)),

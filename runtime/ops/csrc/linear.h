@@ -65,7 +65,7 @@ void multiply_rows(Walk& walk, const T* x, int64_t row_stride, int rows, const W
 template <class Out, class T>
 void write_outputs(Out* to, int column, int64_t width, const __m512 (&sums)[4], const T* bias) {
     for (int c = 0; c < 4; ++c, column += kLanes) {
-        const __mmask16 lanes = first_lanes(std::max<int64_t>(0, width - column));
+        const __mmask16 lanes = first_lanes(width - column);
         store(to + column, bias ? _mm512_add_ps(sums[c], load(bias + column, lanes)) : sums[c], lanes);
     }
 }
@@ -74,8 +74,8 @@ void write_outputs(Out* to, int column, int64_t width, const __m512 (&sums)[4], 
 template <class T>
 void multiply_gated(Walk& walk, const T* x, int64_t row_stride, int rows, const Weight& weight, const T* bias,
                     Activation activation, T* to, const Following& following) {
-    const int half = static_cast<int>(weight.outputs / 2);
-    const Shares<T> shares(walk, weight, following, rows, half / kPanel);
+    const int64_t half = weight.outputs / 2;
+    const Shares<T> shares(walk, weight, following, rows, static_cast<int>(half / kPanel));
     const Product<T> product(x, row_stride, rows, weight);
     walk.phase(shares.tasks, [&](int task) {
         static thread_local Buffer<float> memory;

@@ -49,7 +49,7 @@ class Sampler {
         for (int64_t start = 0; start < size; start += kRun) {
             __m512 sum = _mm512_setzero_ps();
             for (int64_t i = start; i < std::min(size, start + kRun); i += kLanes) {
-                const __mmask16 lanes = first_lanes(static_cast<int>(std::min<int64_t>(size - i, kLanes)));
+                const __mmask16 lanes = first_lanes(size - i);
                 const __m512 weight = exp(_mm512_mul_ps(_mm512_sub_ps(load(scores + i, lanes), top), slope));
                 const __m512 kept = _mm512_maskz_mov_ps(lanes & _mm512_cmp_ps_mask(weight, floor, _CMP_GE_OQ), weight);
                 _mm512_store_ps(weights_.data() + i, kept);
@@ -114,7 +114,7 @@ class Sampler {
         const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         alignas(64) int32_t found[kLanes];
         for (int64_t i = 0; i < size; i += kLanes) {
-            const __mmask16 lanes = first_lanes(static_cast<int>(std::min<int64_t>(size - i, kLanes)));
+            const __mmask16 lanes = first_lanes(size - i);
             const __m512 v = load(weights_.data() + i, lanes);
             const __mmask16 hit = _mm512_mask_cmp_ps_mask(lanes, v, _mm512_set1_ps(least), _CMP_GE_OQ);
             if (!hit) continue;

@@ -50,7 +50,7 @@ class SharedGroup {
                 if (!parts[r]) return failure_;
             }
             for (int64_t i = 0; i < n; i += kLanes) {
-                const __mmask16 lanes = first_lanes(static_cast<int>(std::min<int64_t>(n - i, kLanes)));
+                const __mmask16 lanes = first_lanes(n - i);
                 __m512 sum = load(parts[0] + i, lanes);
                 for (int r = 1; r < ranks; ++r) sum = _mm512_add_ps(sum, load(parts[r] + i, lanes));
                 store(data + done + i, sum, lanes);

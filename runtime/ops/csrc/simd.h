@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -58,7 +59,10 @@ inline __m512 load(const bf16* p, __mmask16 lanes) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, p)), 16));
 }
 
-inline __mmask16 first_lanes(int n) { return n >= kLanes ? 0xffff : static_cast<__mmask16>((1u << n) - 1); }
+// All lanes where n is 16 or more, none where it is 0 or less.
+inline __mmask16 first_lanes(int64_t n) {
+    return n >= kLanes ? 0xffff : static_cast<__mmask16>((1u << std::max<int64_t>(n, 0)) - 1);
+}
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
