@@ -17,8 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
-import platformdirs
-
+from llmserve.runtime.caches import cached
 from llmserve.runtime.tethered import run_tethered
 
 log = logging.getLogger(__name__)
@@ -50,18 +49,17 @@ def built_library(directory: Path | None = None) -> Path:
         prepared = environment_directory() / name
         if prepared.exists():
             return prepared
-        directory = Path(platformdirs.user_cache_dir("llmserve")) / "kernels"
-    library = directory / name
-    if library.exists():
-        return library
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / "lock", "w") as lock:
+        library = cached("kernels", name) if directory is None else directory / name
+        if library.exists():
+            return library
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with open(library.with_name("lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
                 _compile(compiler, library)
     except OSError as error:
-        raise BuildError(f"the kernels cannot be built in {directory}: {error}") from error
+        raise BuildError(f"the kernels have nowhere to be built: {error}") from error
     return library
 
 

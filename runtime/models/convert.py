@@ -1,4 +1,4 @@
-"""Files that a checkpoint lacks and that are made once, in a child process, and kept in the user's cache directory.
+"""Files that a checkpoint lacks and that are made once, in a child process, and kept (see caches.py).
 
 A converted directory holds tokenizer.json and tokenizer_config.json, written by transformers and so encoding exactly as
 it does, chat_template.jinja where there is one, and for a GGUF file also config.json and generation_config.json.
@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-import platformdirs
-
+from llmserve.runtime.caches import cached
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.models.gguf import GgufHeader, read_header
 from llmserve.runtime.models.gguf_config import to_hf_config
@@ -54,16 +53,14 @@ def converted_tokenizer(directory: Path) -> Path:
 
 
 def _converted(kind: Literal["gguf", "tokenizer"], source: Path, digest: str) -> Path:
-    cache = Path(platformdirs.user_cache_dir("llmserve")) / "checkpoints"
-    target = cache / f"{kind}-{_VERSION}-{digest[:32]}"
-    if (target / "tokenizer.json").is_file():
-        return target
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with open(cache / "lock", "w") as lock:
+        target = cached("checkpoints", f"{kind}-{_VERSION}-{digest[:32]}")
+        if (target / "tokenizer.json").is_file():
+            return target
+        with open(target.with_name("lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (target / "tokenizer.json").is_file():  # else another launch was faster
-                work = cache / ".unfinished"
+                work = target.with_name(".unfinished")
                 shutil.rmtree(work, ignore_errors=True)  # what a launch that was killed has left
                 work.mkdir()
                 try:
@@ -73,7 +70,7 @@ def _converted(kind: Literal["gguf", "tokenizer"], source: Path, digest: str) ->
                     shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise ConfigError(
-            f"the cache directory {cache} cannot be written: {error}; set XDG_CACHE_HOME to one that can"
+            f"there is nowhere to keep what is made of {source}: {error}; set XDG_CACHE_HOME to a directory of your own"
         ) from error
     return target
 

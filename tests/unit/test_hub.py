@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import os
 import shutil
+import stat
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +152,24 @@ def test_a_tokenizer_that_cannot_be_converted(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in (tmp_path / "cache/llmserve/checkpoints").iterdir()] == ["lock"]
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_has_a_private_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"cannot be written: .*; set XDG_CACHE_HOME"):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stand_in = tmp_path / f"llmserve-cache-{os.geteuid()}"
+    assert Path(resolve(default_model()).tokenizer_dir).is_relative_to(stand_in)
+    assert stat.S_IMODE(stand_in.stat().st_mode) == 0o700
+    stand_in.chmod(0o755)  # others could have put files there
+    with pytest.raises(ConfigError, match=r"is not a directory of this user alone; set XDG_CACHE_HOME"):
         resolve(default_model())
+
+
+def test_a_cache_that_can_only_be_read_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image of a container brings what it needs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = resolve(default_model()).tokenizer_dir
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert resolve(default_model()).tokenizer_dir == made
 
 
 def test_the_tokenizer_digest_is_of_the_meaning(tmp_path: Path) -> None:
