@@ -10,9 +10,8 @@ import torch
 class BusyTime:
     """A rank's own work, from when the stage before has delivered to the end of each step.
 
-    `begin` and `end` surround it. On CUDA, which does it later, they are marks in its stream.
-
-    `seconds` may be read in another thread; a step whose end CUDA has not reached counts later.
+    `begin` and `end` surround it. On CUDA, which does it later, they are marks in its stream. `seconds` may be
+    read in another thread; a step whose end CUDA has not reached counts later.
     """
 
     def __init__(self, device: torch.device) -> None:
