@@ -26,6 +26,8 @@ SOURCES = Path(__file__).parent / "ops" / "csrc"
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 NEEDED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 BUILD_TIMEOUT_S = 300.0
+KEPT = 8
+"""Libraries that stay in a directory when another is built there: those that were used last."""
 
 
 class BuildError(Exception):
@@ -47,17 +49,18 @@ def built_library(directory: Path | None = None) -> Path:
     name = f"{_digest(compiler, cpu_flags)}.so"
     if directory is None:
         prepared = environment_directory() / name
-        if prepared.exists():
+        if _use(prepared):
             return prepared
     try:
         library = cached("kernels", name) if directory is None else directory / name
-        if library.exists():
+        if _use(library):
             return library
         library.parent.mkdir(parents=True, exist_ok=True)
         with open(library.with_name("lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                _compile(compiler, library)
+            if not _use(library):
+                _compile(compiler, cpu_flags, library)
+                _remove_unused(library.parent)
     except OSError as error:
         raise BuildError(f"the kernels have nowhere to be built: {error}") from error
     return library
@@ -78,7 +81,33 @@ def begin_build() -> None:
     threading.Thread(target=build, daemon=True, name="kernel-build").start()
 
 
-def _compile(compiler: str, library: Path) -> None:
+def source_digest() -> str:
+    """Names what the sources say now."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def _use(library: Path) -> bool:
+    """Whether the library is there; notes that it is used."""
+    try:
+        os.utime(library)
+    except FileNotFoundError:
+        return False
+    except OSError:  # someone else's
+        return library.exists()
+    return True
+
+
+def _remove_unused(directory: Path) -> None:
+    """Who runs one of them does not miss the file."""
+    libraries = sorted(directory.glob("*.so"), key=lambda library: library.stat().st_mtime, reverse=True)
+    for library in libraries[KEPT:]:
+        library.unlink()
+
+
+def _compile(compiler: str, cpu_flags: frozenset[str], library: Path) -> None:
     unfinished = library.with_suffix(".unfinished")
     command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(unfinished)]
     log.info("building native kernels library=%s", library)
@@ -86,6 +115,8 @@ def _compile(compiler: str, library: Path) -> None:
         done = run_tethered(command, BUILD_TIMEOUT_S)
         if done.returncode != 0:
             raise BuildError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
+        if _digest(compiler, cpu_flags) != library.stem:
+            raise BuildError("their sources changed while they were compiled")
         unfinished.replace(library)
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{compiler} took longer than {BUILD_TIMEOUT_S:.0f} s") from error
@@ -94,10 +125,7 @@ def _compile(compiler: str, library: Path) -> None:
 
 
 def _digest(compiler: str, cpu_flags: frozenset[str]) -> str:
-    digest = hashlib.sha256(repr((compiler, FLAGS, sorted(cpu_flags))).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()[:16]
+    return hashlib.sha256(repr((compiler, FLAGS, sorted(cpu_flags), source_digest())).encode()).hexdigest()[:16]
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -13,7 +13,7 @@ from ctypes import CDLL, POINTER, c_char_p, c_double, c_float, c_int, c_int32, c
 import torch
 from torch import Tensor
 
-from llmserve.runtime.kernel_build import BuildError, built_library
+from llmserve.runtime.kernel_build import BuildError, built_library, source_digest
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,9 @@ BLOCK = 16
 """Tokens of a page that the attention kernels keep together: page sizes are a multiple."""
 CACHE_LINE = 64
 ARENA_CHUNK = 32 << 20
+
+_SOURCES = source_digest()
+"""What this module mirrors: with the structures and calls of other sources, a call would corrupt memory."""
 
 
 class Weight(ctypes.Structure):
@@ -168,6 +171,8 @@ _SIGNATURES = {
 def library() -> CDLL | None:
     """The kernels; None, and one line in the log, where they cannot be built. The first call may take seconds."""
     try:
+        if source_digest() != _SOURCES:
+            raise BuildError("their sources have changed since this process began")
         loaded = CDLL(str(built_library()))
     except (BuildError, OSError) as error:
         log.warning("no native kernels, torch's own are used reason=%s", error)

@@ -1,5 +1,6 @@
 """Native kernels against the torch reference, op by op, and how they are built."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -159,15 +160,59 @@ def test_the_library_is_built_once_and_again_when_a_source_changes(
     monkeypatch.setattr(kernel_build, "SOURCES", sources)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first = kernel_build.built_library()
-    changed = first.stat().st_mtime_ns
+    file = first.stat().st_ino
     assert kernel_build.built_library() == first
-    assert first.stat().st_mtime_ns == changed
+    assert first.stat().st_ino == file
     (sources / "kernels.cpp").write_text("int two() { return 2; }")
     assert kernel_build.built_library() != first
     (sources / "kernels.cpp").write_text("no C++")
     with pytest.raises(kernel_build.BuildError, match="failed"):
         kernel_build.built_library()
     assert sorted(path.suffix for path in first.parent.iterdir()) == ["", ".so", ".so"]
+
+
+def test_sources_that_change_under_the_compiler_give_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name would say that it was made of the ones before."""
+    source = tmp_path / "csrc" / "kernels.cpp"
+    source.parent.mkdir()
+    source.write_text("int one;\n")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "int two;" > {source}\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(kernel_build, "SOURCES", source.parent)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(kernel_build.BuildError, match="changed while"):
+        kernel_build.built_library(tmp_path / "kernels")
+    assert kernel_build.built_library(tmp_path / "kernels").exists()  # the compiler changes nothing now
+
+
+def test_a_library_of_other_sources_than_python_mirrors_is_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "kernels.cpp").write_text("// the next version\n")
+    script = (
+        "from pathlib import Path; from llmserve.runtime import kernel_build; from llmserve.runtime.ops import native\n"
+        f"kernel_build.SOURCES = Path({str(tmp_path)!r}); assert native.library() is None\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "sources have changed since this process began" in done.stderr
+
+
+def test_the_libraries_that_were_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, kernels = tmp_path / "csrc" / "kernels.cpp", tmp_path / "kernels"
+    source.parent.mkdir()
+    monkeypatch.setattr(kernel_build, "SOURCES", source.parent)
+    source.write_text("int first;\n")
+    first = kernel_build.built_library(kernels)
+    others = [kernels / f"{i}.so" for i in range(kernel_build.KEPT)]
+    for age, path in enumerate([*others, first]):
+        path.touch()
+        os.utime(path, (0, 1e9 - age))
+    assert kernel_build.built_library(kernels) == first  # is used, and so no longer old
+    source.write_text("int second;\n")
+    second = kernel_build.built_library(kernels)
+    assert set(kernels.glob("*.so")) == {first, second, *others[: kernel_build.KEPT - 2]}
 
 
 def test_a_library_that_set_up_built_needs_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
