@@ -53,6 +53,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 24},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": {"architectures": ["Phi3ForCausalLM"]},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4, "tie_word_embeddings": True},
     "granite": {
@@ -111,6 +119,8 @@ def random_tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, tor
     shapes = {name: slot.shape for name, slot in build_model(parsed, dtype, torch.device("meta"), 1).slots()}
     if config["model_type"] == "phi3":
         shapes = _fused(shapes)
+    if config["model_type"] == "mixtral":
+        shapes = {_mixtral_name(name): shape for name, shape in shapes.items()}
     for name, shape in shapes.items():
         values = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
@@ -118,6 +128,17 @@ def random_tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, tor
         else:
             values *= 0.2 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5
         yield name, values.to(dtype)
+
+
+def _mixtral_name(name: str) -> str:
+    for ours, theirs in {
+        ".mlp.": ".block_sparse_moe.",
+        "gate_proj": "w1",
+        "down_proj": "w2",
+        "up_proj": "w3",
+    }.items():
+        name = name.replace(ours, theirs)
+    return name
 
 
 def _fused(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

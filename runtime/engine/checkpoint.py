@@ -29,7 +29,8 @@ class Source(Protocol):
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """The whole tensor on the CPU, in its own floating dtype or, where it has none, in `dtype`.
 
-        Of a tensor in blocks, torch.uint8 asks for these as they are: [rows, bytes of a row] (ops/blocks.py).
+        Of a tensor in blocks, torch.uint8 asks for these as they are: [rows, bytes of a row] (ops/blocks.py), where a
+        tensor of all experts has the rows of each one after the other.
         Raises ConfigError when the file is damaged.
         """
         ...
@@ -123,7 +124,7 @@ class GgufSource:
             nbytes = gguf_tensors.nbytes(tensor)
             if tensor.offset + nbytes > sizes[tensor.path]:
                 raise ConfigError(f"{tensor.path} is cut short: it ends in the middle of tensor {tensor.name!r}")
-            blocks = tensor.ggml_type if tensor.ggml_type in BLOCK_FORMATS and len(tensor.shape) == 2 else 0
+            blocks = tensor.ggml_type if tensor.ggml_type in BLOCK_FORMATS and len(tensor.shape) in (2, 3) else 0
             self.tensors[name] = TensorInfo(tensor.shape, f"GGML type {tensor.ggml_type}", nbytes, blocks)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -133,7 +134,7 @@ class GgufSource:
             raise ConfigError(f"{tensor.path} was cut short while it was read")
         values = torch.from_numpy(data)
         if dtype == torch.uint8:
-            values = values.view(tensor.shape[0], -1)
+            values = values.view(prod(tensor.shape[:-1]), -1)
         else:
             values = self._dequantize(values, tensor, dtype)
         heads = self._config.num_heads, self._config.num_kv_heads

@@ -4,6 +4,7 @@ Every rank reads the same names in the same order. A rank that fails goes on rec
 that they never wait for each other.
 """
 
+import math
 from collections import deque
 
 import msgspec
@@ -135,7 +136,8 @@ class SharedSource:
         """Of a tensor as it travels; one of blocks is a matrix of bytes."""
         info = self.tensors[self._names[number]]
         if dtype == torch.uint8:
-            return torch.Size((info.shape[0], info.nbytes // info.shape[0]))
+            rows = math.prod(info.shape[:-1])
+            return torch.Size((rows, info.nbytes // rows))
         return torch.Size(info.shape)
 
     def _header(self, entries: list[tuple[int, int]]) -> list[tuple[int, torch.dtype]]:

@@ -32,6 +32,17 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 _DERIVED = re.compile(r".*rotary_emb\.inv_freq")
 """Tensors that old checkpoints hold though they follow from the config."""
 
+_EXPERTS = re.compile(r"(?P<head>.*\.mlp\.experts)\.(?P<leaf>\w+_proj)(\.weight)?")
+"""One tensor of all experts: [experts, outputs, inputs]."""
+
+_MIXTRAL = {
+    ".block_sparse_moe.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
+}
+"""What mixtral's checkpoints call otherwise."""
+
 _LANGUAGE_MODEL = re.compile(r"model\.language_model\.|language_model\.model\.")
 """How multimodal checkpoints (gemma3's) begin the names of the language model's tensors."""
 
@@ -174,6 +185,8 @@ def _fill(source: Source, step: _Step, check: bool) -> None:
         values = Blocks(values, BLOCK_FORMATS[step.info.blocks])
     if check and not (values.finite() if isinstance(values, Blocks) else bool(torch.isfinite(values).all())):
         raise ConfigError(f"tensor {step.name!r} has values that are not finite")
+    if isinstance(values, Tensor) and step.slots and values.ndim > len(step.slots[0].shape):
+        values = values.flatten(0, 1)
     parts = values.split([slot.shape[0] for slot in step.slots]) if len(step.slots) > 1 else (values,)
     for slot, part in zip(step.slots, parts, strict=False):
         slot.load(_numbers(part, slot, step) if isinstance(part, Blocks) and not step.in_blocks else slot.own(part))
@@ -204,7 +217,8 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
         own_name = _own_name(name, model.config)
         if own_name is None:
             continue
-        names = [own_name] if own_name in slots else [part for part in _split_name(own_name) if part in slots]
+        parts = [own_name] if own_name in slots else _split_name(own_name, model.config)
+        names = [part for part in parts if part in slots]
         if not names:
             differences.append(f"{name}: the model has no such tensor")
             continue
@@ -212,7 +226,8 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
         expected = targets[0].shape
         if len(targets) > 1:
             expected = (sum(slot.shape[0] for slot in targets), *expected[1:])
-        if info.shape != expected:
+        shape = info.shape if own_name in slots else _as_matrix(info.shape)
+        if shape != expected:
             differences.append(f"{name}: shape {list(info.shape)}, the model has {list(expected)}")
         elif info.nbytes == 0:
             differences.append(f"{name}: dtype {info.dtype} is not supported")
@@ -244,13 +259,25 @@ def _own_name(name: str, config: ModelConfig) -> str | None:
             name = head
         else:
             return None
+    if config.model_type == "mixtral":
+        for theirs, ours in _MIXTRAL.items():
+            name = name.replace(theirs, ours)
     if _DERIVED.fullmatch(name) or (config.tie_word_embeddings and name.startswith("lm_head.")):
         return None
     return name
 
 
-def _split_name(name: str) -> list[str]:
+def _as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The experts' matrices one below the other, where a tensor is all of them."""
+    return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
+
+
+def _split_name(name: str, config: ModelConfig) -> list[str]:
     """The names of the parts of a fused tensor; otherwise `name` alone."""
+    if experts := _EXPERTS.fullmatch(name):
+        leaves = FUSED.get(experts["leaf"], (experts["leaf"],))
+        numbers = range(config.num_experts)
+        return [f"{experts['head']}.{number}.{leaf}.weight" for number in numbers for leaf in leaves]
     stem, _, suffix = name.rpartition(".")
     parent, _, leaf = stem.rpartition(".")
     return [f"{parent}.{part}.{suffix}" for part in FUSED[leaf]] if leaf in FUSED else [name]

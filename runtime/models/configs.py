@@ -17,6 +17,8 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     rope: RopeConfig | None
     sliding_window: int | None = None
+    sparse: bool = False
+    """Its MLP is one of experts."""
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +68,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    norm_expert_weights: bool = False
+    """The weights of a token's experts add up to 1."""
     attention_scale: float = 1.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None

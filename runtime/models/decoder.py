@@ -13,6 +13,7 @@ from llmserve.runtime.distributed.pipeline import stage_layers
 from llmserve.runtime.layers.activation import GATED_ACTIVATIONS
 from llmserve.runtime.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from llmserve.runtime.layers.linear import ColumnParallelLinear, RowParallelLinear, split_heads, split_rows
+from llmserve.runtime.layers.moe import SparseMLP
 from llmserve.runtime.layers.norm import RMSNorm
 from llmserve.runtime.layers.rope import RopeConfig
 from llmserve.runtime.layers.rotary import cos_sin_table
@@ -109,6 +110,21 @@ class MLP:
         yield from join("down_proj", self.down.slots())
 
 
+def _sparse_mlp(build: Build) -> SparseMLP:
+    config = build.config
+    return SparseMLP(
+        config.hidden_size,
+        config.expert_intermediate_size,
+        config.num_experts,
+        config.experts_per_token,
+        config.norm_expert_weights,
+        GATED_ACTIVATIONS[config.activation],
+        build.dtype,
+        build.device,
+        build.topology.tp,
+    )
+
+
 class DecoderLayer:
     """Attention and MLP, each with a norm before it, after it, or both.
 
@@ -118,7 +134,7 @@ class DecoderLayer:
     def __init__(self, build: Build, layer: LayerConfig, index: int) -> None:
         config = build.config
         self.attention = Attention(build, layer, index)
-        self.mlp = MLP(build)
+        self.mlp = _sparse_mlp(build) if layer.sparse else MLP(build)
         self.residual_multiplier = config.residual_multiplier
         before, after = config.norm_style != "post", config.norm_style != "pre"
         self.attention_input_norm = build.norm(config.hidden_size) if before else None

@@ -14,6 +14,7 @@ from llmserve.runtime.layers.rope import RopeConfig, RopeType
 from llmserve.runtime.models.configs import LayerConfig
 
 Json = Mapping[str, Any]
+MAX_EXPERTS = 4096
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -53,6 +54,51 @@ def _qwen(config: Json, common: Json) -> dict[str, Any] | None:
     if config["model_type"] == "qwen2":
         return fields | {"qkv_bias": True, "output_bias": False}
     return fields | {"qk_norm": "head"}
+
+
+def _qwen3_moe(config: Json, common: Json) -> dict[str, Any] | None:
+    fields = _llama(
+        {**config, "sliding_window": config["sliding_window"] if config["use_sliding_window"] else None}, common
+    )
+    dense, period = config["mlp_only_layers"] or (), config["decoder_sparse_step"]
+    return fields and _with_experts(
+        fields | {"qk_norm": "head"},
+        config,
+        count=config["num_experts"],
+        size=config["moe_intermediate_size"],
+        normed=config["norm_topk_prob"],
+        sparse=lambda i: config["num_experts"] > 0 and i not in dense and (i + 1) % period == 0,
+    )
+
+
+def _mixtral(config: Json, common: Json) -> dict[str, Any] | None:
+    fields = _llama(config, common)
+    return fields and _with_experts(
+        fields,
+        config,
+        count=config["num_local_experts"],
+        size=config["intermediate_size"],
+        normed=True,
+        sparse=lambda i: True,
+    )
+
+
+def _with_experts(
+    fields: dict[str, Any], config: Json, *, count: int, size: int, normed: bool, sparse: Callable[[int], bool]
+) -> dict[str, Any]:
+    chosen = config["num_experts_per_tok"]
+    if count > MAX_EXPERTS:
+        raise ConfigError(f"config.json asks for {count} experts")
+    if count and not 1 <= chosen <= count:
+        raise ConfigError(f"a token cannot go to {chosen} of {count} experts")
+    layers = tuple(msgspec.structs.replace(layer, sparse=sparse(i)) for i, layer in enumerate(fields["layers"]))
+    return fields | {
+        "layers": layers,
+        "num_experts": count,
+        "experts_per_token": chosen,
+        "expert_intermediate_size": size,
+        "norm_expert_weights": normed,
+    }
 
 
 def _smollm3(config: Json, common: Json) -> dict[str, Any] | None:
@@ -195,6 +241,36 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family(_qwen, _QWEN),
     "qwen3": Family(_qwen, {**_QWEN, "head_dim": 128}),
+    "qwen3_moe": Family(
+        _qwen3_moe,
+        {
+            **_QWEN,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+    ),
+    "mixtral": Family(
+        _mixtral,
+        {
+            **_LLAMA,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "phi3": Family(
         _llama,
         {

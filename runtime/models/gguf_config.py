@@ -15,6 +15,7 @@ _MODEL_TYPES = {
     "mistral": "mistral",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
     "phi3": "phi3",
     "gemma": "gemma",
     "gemma2": "gemma2",
@@ -25,7 +26,14 @@ _MODEL_TYPES = {
 }
 """llama.cpp's architecture names and transformers' model types."""
 
-_ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3", "olmo2": "Olmo2", "gemma3_text": "Gemma3"}
+_ARCHITECTURES = {
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "smollm3": "SmolLM3",
+    "olmo2": "Olmo2",
+    "gemma3_text": "Gemma3",
+}
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are part of the configuration rather than of the weights."""
@@ -42,6 +50,8 @@ def to_hf_config(header: GgufHeader) -> dict[str, Any]:
             f"{header.path} has the architecture {header.architecture!r}; "
             f"GGUF files are served for {', '.join(_MODEL_TYPES)}"
         )
+    if model_type == "llama" and header.get("expert_count"):
+        model_type = "mixtral"
     names = {tensor.name: tensor for tensor in header.tensors}
     if "token_embd.weight" not in names:
         raise ConfigError(f"{header.path} has no token embedding, so it is not a language model")
@@ -117,6 +127,20 @@ def _family_keys(header: GgufHeader, model_type: str) -> dict[str, Any]:
     match model_type:
         case "qwen2" | "qwen3":
             return {"sliding_window": None, "use_sliding_window": False}
+        case "qwen3_moe":
+            return {
+                "sliding_window": None,
+                "use_sliding_window": False,
+                "num_experts": header.get("expert_count"),
+                "num_experts_per_tok": header.get("expert_used_count"),
+                "moe_intermediate_size": header.get("expert_feed_forward_length"),
+                "norm_topk_prob": True,  # llama.cpp: in every model of this architecture
+            }
+        case "mixtral":
+            return {
+                "num_local_experts": header.get("expert_count"),
+                "num_experts_per_tok": header.get("expert_used_count"),
+            }
         case "phi3":
             return {"original_max_position_embeddings": header.get("rope.scaling.original_context_length")}
         case "granite":
@@ -163,6 +187,10 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "post_attention_layernorm",

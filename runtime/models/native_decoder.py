@@ -11,6 +11,7 @@ from torch import Tensor
 from llmserve.runtime.attention.base import AttentionBackend
 from llmserve.runtime.attention.native import NativeAttention
 from llmserve.runtime.layers.linear import ColumnParallelLinear, RowParallelLinear
+from llmserve.runtime.layers.moe import ExpertsWeight, SparseMLP
 from llmserve.runtime.layers.norm import RMSNorm
 from llmserve.runtime.layers.weight import Slots
 from llmserve.runtime.models.decoder import Decoder, DecoderLayer
@@ -18,15 +19,20 @@ from llmserve.runtime.ops import PackedWeight, native
 
 SUM_BYTES = 4
 """Ranks add up float32, whatever the model's dtype."""
+_Linear = ColumnParallelLinear | RowParallelLinear | ExpertsWeight
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+def _mlp(layer: DecoderLayer) -> tuple[_Linear, ...]:
+    """Its gate and up, its down, and the router where it has experts."""
+    mlp = layer.mlp
+    return (mlp.gate_up, mlp.down, mlp.router) if isinstance(mlp, SparseMLP) else (mlp.gate_up, mlp.down)
 
 
 def runs_natively(decoder: Decoder) -> bool:
     """Whether a NativeDecoder can stand in for this one, given a NativeAttention."""
     linears = [
-        linear
-        for layer in decoder.layers
-        for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+        linear for layer in decoder.layers for linear in (layer.attention.qkv, layer.attention.output, *_mlp(layer))
     ]
     joined = decoder.tp.process_group is None or decoder.tp.shared is not None
     return joined and decoder.dtype in native.DTYPES and all(linear.weight.value.panels for linear in linears)
@@ -98,6 +104,10 @@ def _model(decoder: Decoder, attention: NativeAttention) -> native.Model:
         page_size=geometry.page_size,
         norm_heads=config.qk_norm == "head",
         activation=_ACTIVATIONS[config.activation],
+        experts=config.num_experts,
+        chosen=config.experts_per_token,
+        norm_experts=config.norm_expert_weights,
+        expert_size=config.expert_intermediate_size // decoder.tp.size,
         eps=config.rms_norm_eps,
         scale=config.attention_scale,
         softcap=config.attention_softcap or 0.0,
@@ -108,11 +118,13 @@ def _model(decoder: Decoder, attention: NativeAttention) -> native.Model:
 
 def _layer(layer: DecoderLayer, attention: NativeAttention, index: int) -> native.Layer:
     table = layer.attention.table
+    gate_up, down, *router = map(_linear, _mlp(layer))
     return native.Layer(
         qkv=_linear(layer.attention.qkv),
         output=_linear(layer.attention.output),
-        gate_up=_linear(layer.mlp.gate_up),
-        down=_linear(layer.mlp.down),
+        gate_up=gate_up,
+        down=down,
+        router=router[0] if router else native.Linear(),
         attention_input_norm=_address(layer.attention_input_norm),
         attention_output_norm=_address(layer.attention_output_norm),
         mlp_input_norm=_address(layer.mlp_input_norm),
@@ -131,8 +143,12 @@ def _address(norm: RMSNorm | None) -> int | None:
     return None if norm is None else norm.weight.value.data_ptr()
 
 
-def _linear(layer: ColumnParallelLinear | RowParallelLinear) -> native.Linear:
-    bias = layer.partial_bias if isinstance(layer, RowParallelLinear) else layer.bias
+def _linear(layer: _Linear) -> native.Linear:
+    bias = None
+    if isinstance(layer, RowParallelLinear):
+        bias = layer.partial_bias
+    elif isinstance(layer, ColumnParallelLinear):
+        bias = layer.bias
     return native.Linear(
         weight=ctypes.addressof(layer.weight.value.descriptor), bias=bias.value.data_ptr() if bias else None
     )

@@ -23,6 +23,7 @@ __all__ = [
     "argmax",
     "embedding",
     "gelu_tanh_and_mul",
+    "grouped_linear",
     "linear",
     "logits",
     "mask",
@@ -78,6 +79,26 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
     if weight.panels and x.dtype == weight.dtype:
         return native.linear(x.contiguous(), weight.descriptor, bias)
     return reference.linear(x, weight.unpack(), bias)
+
+
+def grouped_linear(x: Tensor, counts: Tensor, weight: PackedWeight, outputs: int) -> Tensor:
+    """A linear layer for each group of rows: x [R, K], of which the first counts[0] are the first group's.
+
+    The groups share `weight` evenly. Of each one's part, which begins at a panel, the first `outputs` rows are used:
+    the result is [R, outputs].
+    """
+    part = weight.out_features // len(counts)
+    if not weight.panels and x.device.type == "cuda" and x.dtype == torch.bfloat16:  # waits for no count
+        parts = weight.data.view(len(counts), part, -1)[:, :outputs]
+        return torch.nn.functional.grouped_mm(x, parts.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    groups = enumerate(torch.split(x, counts.tolist()))
+    return torch.cat([_linear_part(rows, weight, group * part, outputs) for group, rows in groups if len(rows)])
+
+
+def _linear_part(x: Tensor, weight: PackedWeight, first: int, count: int) -> Tensor:
+    if weight.panels and x.dtype == weight.dtype:
+        return native.linear(x.contiguous(), weight.part(first, count), None)
+    return reference.linear(x, weight.unpack()[first : first + count])
 
 
 def logits(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:

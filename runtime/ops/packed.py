@@ -67,6 +67,11 @@ class PackedWeight:
         self.descriptor.data = self.data.data_ptr()
         self.descriptor.format = self.format.number if self.format else 0
 
+    def part(self, first: int, count: int) -> native.Weight:
+        """The descriptor of `count` outputs from `first` on, where a panel begins; good until the next exchange."""
+        address = self.data[first:].data_ptr()
+        return native.Weight(address, count, self.in_features, self.descriptor.format)
+
     def unpack(self) -> Tensor:
         """The plain weight [N, K], blocks rounded to the dtype; not to be written to."""
         if not self.panels:

@@ -96,6 +96,13 @@ def test_family(family: str, tmp_path: Path) -> None:
         ("gemma3_text", {"sliding_window_pattern": 2, "rope_scaling": LINEAR}),
         ("mistral", {"sliding_window": None}),
         ("olmo2", {"num_key_value_heads": 4}),
+        ("qwen3_moe", {"norm_topk_prob": False, "num_experts": 20, "num_experts_per_tok": 1}),
+        ("qwen3_moe", {"moe_intermediate_size": 40}),  # no whole panels
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "attention_bias": True}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16}),
+        ("qwen3_moe", {"num_experts": 0}),
+        ("mixtral", {"sliding_window": 16, "num_experts_per_tok": 4}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
 )
@@ -150,7 +157,7 @@ def test_rope_parameters_of_transformers_5_mean_the_same(tmp_path: Path) -> None
     assert parse_config(saved).layers == parse_config(config).layers
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma3_text", "phi3"])
 def test_bfloat16_is_as_near_as_transformers(family: str, tmp_path: Path) -> None:
     """bf16 rounds every intermediate result. Ours may be no further from the fp32 logits than transformers' bf16 is."""
     make_tiny(tmp_path, family, dtype="bfloat16")
@@ -170,6 +177,56 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
     whole, sharded = (Paged(load(tmp_path / name)).run(sequences(), CHUNKS) for name in ("one", "three"))
     assert len(list((tmp_path / "three").glob("*.safetensors"))) == 3
     assert all(torch.equal(a, b) for a, b in zip(whole, sharded, strict=True))
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As transformers 5 has them in memory: [experts, gate and up, inputs], and [experts, outputs, inputs] of down."""
+    make_tiny(tmp_path / "each", "qwen3_moe")
+    make_tiny(tmp_path / "fused", "qwen3_moe")
+    tensors = load_file(tmp_path / "each/model.safetensors")
+    fused = {name: values for name, values in tensors.items() if ".experts." not in name}
+    for layer in range(3):
+        experts = f"model.layers.{layer}.mlp.experts"
+
+        def all_of(leaf: str, experts: str = experts) -> Tensor:
+            return torch.stack([tensors[f"{experts}.{number}.{leaf}.weight"] for number in range(8)])
+
+        fused[f"{experts}.gate_up_proj"] = torch.cat([all_of("gate_proj"), all_of("up_proj")], 1)
+        fused[f"{experts}.down_proj"] = all_of("down_proj")
+    assert fused["model.layers.2.mlp.experts.gate_up_proj"].shape == (8, 128, 64)
+    save_file(fused, tmp_path / "fused/model.safetensors")
+    one, other = (Paged(load(tmp_path / name)).run(sequences(), CHUNKS) for name in ("each", "fused"))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("native_too", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_answer_alike_in_any_batch(family: str, native_too: bool, tmp_path: Path) -> None:
+    """Token by token and alone, or a prompt at once beside another one: a token's experts have other company then."""
+    model = load(make_tiny(tmp_path, family))
+    if native_too and native.library() is None:
+        pytest.skip("no native kernels here")
+    together = Paged(model, native=native_too).run(sequences(), CHUNKS)
+    for ids, expected in zip(sequences(), together, strict=True):
+        (alone,) = Paged(model, count=1, native=native_too).run([ids], (1,) * LENGTH)
+        torch.testing.assert_close(alone, expected, atol=0 if native_too else 1e-4, rtol=0)
+        assert torch.equal(alone.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+def test_experts_answer_alike_on_any_number_of_threads(tmp_path: Path) -> None:
+    """With more threads than cores some come late to a phase, when others are layers ahead."""
+    model = load(make_tiny(tmp_path, "qwen3_moe", num_hidden_layers=8))
+    before = torch.get_num_threads()
+    answers = []
+    try:
+        for threads in (1, 3, 4):
+            native.set_threads(threads)
+            answers.append(torch.cat(Paged(model, native=True).run(sequences(), CHUNKS)))
+    finally:
+        native.set_threads(before)
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
 
 
 @pytest.mark.parametrize(
@@ -238,6 +295,9 @@ def test_attention_scale_and_stop_tokens(tmp_path: Path) -> None:
             "T5Model is an encoder-decoder",
         ),
         ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "quantized \\(awq\\)"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "cannot go to 9 of 8 experts"),
+        ({"model_type": "mixtral", "num_local_experts": 10**9}, "asks for 1000000000 experts"),
+        ({"model_type": "qwen3_moe", "num_experts": "many"}, "not usable"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "both directions"),
     ],
 )

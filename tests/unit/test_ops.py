@@ -80,6 +80,18 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype) ->
         assert torch.equal(ops.linear(x[:rows].contiguous(), packed), together[:rows])
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_groups_of_rows_have_weights_of_their_own(dtype: torch.dtype) -> None:
+    """Those of 40 outputs each begin at a panel; torch computes what the kernels do not take."""
+    weight = random(3 * 64, 32, dtype=dtype)
+    packed = ops.PackedWeight(weight)
+    assert packed.panels == (dtype in DTYPES)
+    x = random(20, 32, dtype=dtype, seed=1)
+    y = ops.grouped_linear(x, torch.tensor([13, 0, 7]), packed, 40)
+    assert torch.equal(y[:13], ops.linear(x[:13], ops.PackedWeight(weight[:40])))
+    assert torch.equal(y[13:], ops.linear(x[13:], ops.PackedWeight(weight[128:168])))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 64), (17, 576), (2, 5, 48), (1, 7)])
 def test_norms(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -107,6 +107,10 @@ def run_ranks(split: Split, native_too: bool, directory: Path, rendezvous: Path)
         ("phi3", Split(tp=2), {}),
         ("granite", Split(tp=2), {}),  # multipliers
         ("smollm3", Split(pp=3), {}),
+        ("qwen3_moe", Split(tp=2, pp=2), {"moe_intermediate_size": 128}),  # a rank has a panel of each expert's gate
+        ("qwen3_moe", Split(tp=2), {}),  # half a panel
+        ("qwen3_moe", Split(tp=2), {"decoder_sparse_step": 2}),  # layers without experts
+        ("mixtral", Split(tp=2, nodes=2), {}),
     ],
 )
 def test_ranks_compute_what_one_computes(family: str, split: Split, overrides: dict[str, Any], tmp_path: Path) -> None:

@@ -49,8 +49,6 @@ def make(directory: Path, model_type: str, seed: int = 0, **overrides: Any) -> P
             {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 16},
         ),
         ("starcoder2", {"sliding_window": 16}),
-        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}),
         # the last two leave the sliding window to their masks
         (
             "qwen2_moe",

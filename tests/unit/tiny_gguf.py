@@ -14,6 +14,8 @@ ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "mixtral": MODEL_ARCH.LLAMA,
     "phi3": MODEL_ARCH.PHI3,
     "smollm3": MODEL_ARCH.SMOLLM3,
     "granite": MODEL_ARCH.GRANITE,
@@ -22,7 +24,7 @@ ARCHITECTURES = {
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
 }
-_PERMUTED = ("llama", "smollm3", "granite")  # the subclasses of LlamaModel in convert_hf_to_gguf.py
+_PERMUTED = ("llama", "mixtral", "smollm3", "granite")  # the subclasses of LlamaModel in convert_hf_to_gguf.py
 
 
 def write_gguf(
@@ -51,11 +53,12 @@ def write_gguf(
         writer.add_tensor(name, tensor)
     _write_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text()), config)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+    for name, tensor in _merged(load_file(checkpoint / "model.safetensors")).items():
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         values = _converted(name, tensor, config)
-        kind = quantization if values.ndim == 2 else GGMLQuantizationType.F32
+        plain = values.ndim == 1 or ".gate.weight" in name  # a router is never quantized
+        kind = GGMLQuantizationType.F32 if plain else quantization
         kind = next((other for end, other in exceptions.items() if name.endswith(end)), kind)
         writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -63,6 +66,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _merged(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With one tensor for all experts of a layer, as Qwen2MoeModel and LlamaModel of convert_hf_to_gguf.py write it."""
+    merged: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        head, _, rest = name.partition(".experts.")
+        if rest:
+            _, leaf, suffix = rest.split(".")
+            head = head.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
+            head = head if leaf in ("w1", "w2", "w3") else f"model.{head}"
+            merged.setdefault(f"{head}.experts.{leaf}.{suffix}", []).append(tensor)
+        else:
+            merged[name] = tensor
+    return {name: np.stack(value) if isinstance(value, list) else value for name, value in merged.items()}
 
 
 def _write_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -84,7 +102,12 @@ def _write_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_factor(scaling["factor"])
         if original := scaling.get("original_max_position_embeddings"):
             writer.add_rope_scaling_orig_ctx_len(original)
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     match config["model_type"]:
+        case "qwen3_moe":
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
         case "granite":
             writer.add_attention_scale(config["attention_multiplier"])
             writer.add_embedding_scale(config["embedding_multiplier"])

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "crew.h"
+#include "experts.h"
 #include "linear.h"
 #include "plan.h"
 #include "rows.h"
@@ -21,7 +22,8 @@ struct LinearDesc {
 };
 
 struct LayerDesc {
-    LinearDesc qkv, output, gate_up, down;
+    LinearDesc qkv, output, gate_up, down;  // gate_up and down are of all experts where there is a router
+    LinearDesc router;                      // its weight may be null
     const float *attention_input_norm, *attention_output_norm, *mlp_input_norm, *mlp_output_norm;  // each may be null
     const float *query_norm, *key_norm;                                                            // null, or both
     const float* cos_sin;  // [positions, rotary_dim], or null: no positions
@@ -40,6 +42,9 @@ struct ModelDesc {
     int64_t hidden, heads, kv_heads, head_dim, page_size;
     int64_t norm_heads;  // query_norm and key_norm are over a head, not over all heads together
     int64_t activation;
+    int64_t experts, chosen;  // how many there are, and to how many of them a token goes
+    int64_t norm_experts;     // the weights of these add up to 1
+    int64_t expert_size;      // outputs of an expert's gate
     float eps, scale, softcap, embedding_multiplier, residual_multiplier;
 };
 
@@ -53,7 +58,10 @@ template <class T>
 class Decoder : public AnyDecoder {
   public:
     Decoder(const ModelDesc& model, std::vector<LayerDesc> layers) : model_(model), layers_(std::move(layers)) {
-        intermediate_ = layers_.empty() ? 0 : layers_[0].down.weight->inputs;
+        for (const LayerDesc& layer : layers_) {
+            if (!layer.router.weight) intermediate_ = layer.down.weight->inputs;
+        }
+        if (model.experts) sparse_ = std::vector<Sparse>(layers_.size());
         qkv_width_ = (model.heads + 2 * model.kv_heads) * model.head_dim;
     }
 
@@ -64,7 +72,7 @@ class Decoder : public AnyDecoder {
         reserve(tokens);
         plan.reserve(memory_, crew.size(), static_cast<int>(model_.head_dim));
         failure_ = 0;
-        const int phases = 3 + 13 * static_cast<int>(layers_.size());
+        const int phases = 3 + (model_.experts ? 18 : 13) * static_cast<int>(layers_.size());
         crew.run(crew.size(), phases, [&](Walk& walk) {
             if (before) {
                 rows_phase(walk, tokens, [&](int64_t t) { copy_row(row(before, t), stream(t)); });
@@ -79,6 +87,13 @@ class Decoder : public AnyDecoder {
     }
 
   private:
+    // Where a layer's experts get their rows. Each layer keeps it to the end of the step: a thread that comes late to a
+    // phase must see as many tasks as the others did.
+    struct Sparse {
+        Routes routes;
+        GroupShares<T> gates, downs;
+    };
+
     T* row(void* rows, int64_t t) const { return static_cast<T*>(rows) + t * model_.hidden; }
     const T* row(const void* rows, int64_t t) const { return static_cast<const T*>(rows) + t * model_.hidden; }
 
@@ -141,8 +156,9 @@ class Decoder : public AnyDecoder {
         plan.attend(walk, attention, static_cast<int>(model_.head_dim), qkv_.data(), qkv_width_, attended_.data(),
                     model_.heads * model_.head_dim, memory_);
         project(walk, attended_.data(), tokens, layer.output, layer.attention_output_norm,
-                {layer.gate_up.weight, gated_panels()});
+                layer.router.weight ? all_of(layer.router) : Following{layer.gate_up.weight, gated_panels()});
         rows_phase(walk, tokens, [&](int64_t t) { enter(t, layer.mlp_input_norm); });
+        if (layer.router.weight) return ask_experts(walk, tokens, layer, sparse_[index], next_layer);
         gate(walk, tokens, layer.gate_up, all_of(layer.down));
         project(walk, gated_.data(), tokens, layer.down, layer.mlp_output_norm, next_layer);
     }
@@ -199,7 +215,11 @@ class Decoder : public AnyDecoder {
                              float* to = (direct ? stream_.data() : delta_.data()) + row * model_.hidden;
                              accumulate(to, column, sums, static_cast<const T*>(linear.bias), multiplier, direct);
                          });
-        if (direct) return;
+        if (!direct) settle(walk, tokens, norm);
+    }
+
+    // stream += residual_multiplier * norm(delta), where delta is the sum of the ranks'.
+    void settle(Walk& walk, int tokens, const float* norm) {
         add_up(walk, delta_, tokens);
         rows_phase(walk, tokens, [&](int64_t t) {
             float* delta = delta_.data() + t * model_.hidden;
@@ -226,6 +246,90 @@ class Decoder : public AnyDecoder {
             activate_and_multiply(gate_up_.data() + t * 2 * intermediate_, gated_.data() + t * intermediate_,
                                   intermediate_, activation);
         });
+    }
+
+    // stream += residual_multiplier * norm(what the tokens' experts answer, times their weights).
+    void ask_experts(Walk& walk, int tokens, const LayerDesc& layer, Sparse& sparse, const Following& following) {
+        const int experts = static_cast<int>(model_.experts);
+        multiply_rows<T>(walk, normed_.data(), model_.hidden, tokens, *layer.router.weight, {},
+                         [&](int row, int column, const __m512(&sums)[4]) {
+                             write_outputs<float, T>(scores_.data() + row * experts, column, experts, sums, nullptr);
+                         });
+        rows_phase(walk, tokens, [&](int64_t t) {
+            sparse.routes.choose(t, scores_.data() + t * experts, experts, model_.norm_experts);
+        });
+        walk.phase(1, [&](int) {
+            sparse.routes.group();
+            const auto& groups = sparse.routes.groups();
+            const int64_t size = model_.expert_size;
+            const int64_t gates = size % kPanel ? layer.gate_up.weight->panels() / experts : size / kPanel;
+            sparse.gates.plan(groups, *layer.gate_up.weight, experts, static_cast<int>(gates), walk.threads);
+            const int64_t downs = layer.down.weight->panels() / experts;
+            sparse.downs.plan(groups, *layer.down.weight, experts, static_cast<int>(downs), walk.threads);
+        });
+        rows_phase(walk, tokens, [&](int64_t t) {
+            for (int i = 0; i < sparse.routes.chosen(); ++i) {
+                copy_row(normed_.data() + t * model_.hidden, sent_.data() + sparse.routes.places(t)[i] * model_.hidden);
+            }
+        });
+        gate_experts(walk, tokens, *layer.gate_up.weight, sparse);
+        const auto after = [&] {
+            if (!following.weight) return Ahead{};
+            return Ahead{following.weight->template panel<T>(walk.begin(following.panels)),
+                         following.weight->template panel_bytes<T>()};
+        };
+        sparse.downs.phase(walk, gated_.data(), after, [&](const auto& task, const auto& product, const Ahead& next) {
+            product.multiply(task.first, task.height, task.first_panel + task.panel, next,
+                             [&](int row, const __m512(&sums)[4]) {
+                                 float* to = answers_.data() + (task.group->first + task.first + row) * model_.hidden;
+                                 write_outputs<float, T>(to, task.panel * kPanel, model_.hidden, sums, nullptr);
+                             });
+        });
+        const bool direct = !layer.mlp_output_norm && !model_.ranks;
+        rows_phase(walk, tokens, [&](int64_t t) { weigh(t, sparse.routes, direct); });
+        if (!direct) settle(walk, tokens, layer.mlp_output_norm);
+    }
+
+    // gated = activation(gate) * up at each place, by the expert whose place it is.
+    void gate_experts(Walk& walk, int tokens, const Weight& gate_up, const Sparse& sparse) {
+        const Activation activation = static_cast<Activation>(model_.activation);
+        const int64_t size = model_.expert_size;
+        const auto after = [&] { return sparse.downs.ahead_of(walk.begin(sparse.downs.tasks())); };
+        const bool whole = size % kPanel == 0;
+        sparse.gates.phase(walk, sent_.data(), after, [&](const auto& task, const auto& product, const Ahead& next) {
+            const int64_t panel = task.first_panel + task.panel, first = task.group->first;
+            if (whole) {
+                multiply_gated_panel<T>(product, gate_up, task.first, task.height, panel, panel + sparse.gates.panels(),
+                                        next, nullptr, nullptr, activation,
+                                        gated_.data() + first * size + task.panel * kPanel, size);
+                return;
+            }
+            product.multiply(task.first, task.height, panel, next, [&](int row, const __m512(&sums)[4]) {
+                T* to = gate_up_.data() + (first + task.first + row) * 2 * size;
+                write_outputs<T, T>(to, task.panel * kPanel, 2 * size, sums, nullptr);
+            });
+        });
+        if (whole) return;
+        rows_phase(walk, tokens * sparse.routes.chosen(), [&](int64_t place) {
+            activate_and_multiply(gate_up_.data() + place * 2 * size, gated_.data() + place * size, size, activation);
+        });
+    }
+
+    // The answers that token t has, times their weights: added to its stream if `direct`, else its delta.
+    void weigh(int64_t t, const Routes& routes, bool direct) {
+        const int* places = routes.places(t);
+        const float* weights = routes.weights(t);
+        float* to = direct ? stream(t) : delta_.data() + t * model_.hidden;
+        const __m512 multiplier = _mm512_set1_ps(model_.residual_multiplier);
+        for (int64_t i = 0; i < model_.hidden; i += kLanes) {
+            const __mmask16 lanes = first_lanes(model_.hidden - i);
+            __m512 sum = _mm512_setzero_ps();
+            for (int e = 0; e < routes.chosen(); ++e) {
+                const float* answer = answers_.data() + places[e] * model_.hidden;
+                sum = _mm512_fmadd_ps(load(answer + i, lanes), _mm512_set1_ps(weights[e]), sum);
+            }
+            store(to + i, direct ? _mm512_fmadd_ps(sum, multiplier, load(to + i, lanes)) : sum, lanes);
+        }
     }
 
     void accumulate(float* row, int column, const __m512 (&sums)[4], const T* bias, float multiplier, bool add) const {
@@ -258,13 +362,24 @@ class Decoder : public AnyDecoder {
         attended_.reserve(tokens * model_.heads * model_.head_dim);
         gated_.reserve(tokens * intermediate_);
         if (intermediate_ % kPanel) gate_up_.reserve(tokens * 2 * intermediate_);
+        if (!model_.experts) return;
+        const int64_t places = tokens * model_.chosen, size = model_.expert_size;
+        for (auto& sparse : sparse_)
+            sparse.routes.reserve(static_cast<int>(tokens), static_cast<int>(model_.experts),
+                                  static_cast<int>(model_.chosen));
+        scores_.reserve(tokens * model_.experts);
+        sent_.reserve(places * model_.hidden);
+        answers_.reserve(places * model_.hidden);
+        gated_.reserve(places * size);
+        if (size % kPanel) gate_up_.reserve(places * 2 * size);
     }
 
     const ModelDesc model_;
     const std::vector<LayerDesc> layers_;
-    int64_t intermediate_, qkv_width_;
-    Buffer<float> stream_, delta_;
-    Buffer<T> normed_, qkv_, attended_, gated_, gate_up_;
+    int64_t intermediate_ = 0, qkv_width_;
+    Buffer<float> stream_, delta_, scores_, answers_;
+    Buffer<T> normed_, qkv_, attended_, gated_, gate_up_, sent_;
+    std::vector<Sparse> sparse_;
     AttentionMemory<T> memory_;
     int failure_ = 0;
 };

@@ -70,6 +70,28 @@ void write_outputs(Out* to, int column, int64_t width, const __m512 (&sums)[4], 
     }
 }
 
+// A panel of activation(gate) * up: to[row] + 0 .. 63 for each row of [first, first + height). The panels of the gate
+// and of up have the numbers `gate` and `up`; the biases are null, or those of the panels.
+template <class T>
+void multiply_gated_panel(const Product<T>& product, const Weight& weight, int first, int height, int64_t gate,
+                          int64_t up, const Ahead& next, const T* gate_bias, const T* up_bias, Activation activation,
+                          T* to, int64_t width) {
+    static thread_local Buffer<float> memory;
+    memory.reserve(height * kPanel);
+    float* gates = memory.data();
+    product.multiply(first, height, gate, {weight.panel<T>(up), weight.panel_bytes<T>()},
+                     [&](int row, const __m512(&sums)[4]) {
+                         write_outputs<float, T>(gates + row * kPanel, 0, kPanel, sums, gate_bias);
+                     });
+    product.multiply(first, height, up, next, [&](int row, const __m512(&sums)[4]) {
+        for (int c = 0; c < 4; ++c) {
+            const __m512 value = up_bias ? _mm512_add_ps(sums[c], load(up_bias + c * kLanes)) : sums[c];
+            const __m512 factor = activate(_mm512_load_ps(gates + row * kPanel + c * kLanes), activation);
+            store(to + (first + row) * width + c * kLanes, _mm512_mul_ps(factor, value));
+        }
+    });
+}
+
 // to = activation(gate) * up, where gate and up are the two halves of the layer's outputs and each fills whole panels.
 template <class T>
 void multiply_gated(Walk& walk, const T* x, int64_t row_stride, int rows, const Weight& weight, const T* bias,
@@ -78,24 +100,10 @@ void multiply_gated(Walk& walk, const T* x, int64_t row_stride, int rows, const 
     const Shares<T> shares(walk, weight, following, rows, static_cast<int>(half / kPanel));
     const Product<T> product(x, row_stride, rows, weight);
     walk.phase(shares.tasks, [&](int task) {
-        static thread_local Buffer<float> memory;
-        const int first = shares.first_row(task), height = shares.height(task), panel = shares.panel(task);
-        memory.reserve(height * kPanel);
-        float* gates = memory.data();
-        const Ahead up{weight.panel<T>(panel + shares.panels), weight.panel_bytes<T>()};
-        product.multiply(first, height, panel, up, [&](int row, const __m512(&sums)[4]) {
-            write_outputs<float, T>(gates + row * kPanel, 0, kPanel, sums, nullptr);
-        });
-        product.multiply(first, height, panel + shares.panels, shares.next(task), [&](int row, const __m512(&sums)[4]) {
-            for (int c = 0; c < 4; ++c) {
-                const int column = panel * kPanel + c * kLanes;
-                __m512 gate = _mm512_load_ps(gates + row * kPanel + c * kLanes), value = sums[c];
-                if (bias)
-                    gate = _mm512_add_ps(gate, load(bias + column)),
-                    value = _mm512_add_ps(value, load(bias + half + column));
-                store(to + (first + row) * half + column, _mm512_mul_ps(activate(gate, activation), value));
-            }
-        });
+        const int panel = shares.panel(task), column = panel * kPanel;
+        multiply_gated_panel<T>(product, weight, shares.first_row(task), shares.height(task), panel,
+                                panel + shares.panels, shares.next(task), bias ? bias + column : nullptr,
+                                bias ? bias + half + column : nullptr, activation, to + column, half);
     });
 }
 
