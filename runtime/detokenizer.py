@@ -4,6 +4,7 @@ It keeps one IncrementalDecoder a choice, from its first row to the one that end
 """
 
 import logging
+import time
 
 from llmserve.runtime.child import ChildInit, Reporter
 from llmserve.runtime.messages import (
@@ -11,6 +12,7 @@ from llmserve.runtime.messages import (
     BatchTokenIDOutput,
     DetokenizerInput,
     FinishReason,
+    Heartbeat,
     StrRow,
     TokenIDRow,
 )
@@ -20,7 +22,7 @@ from llmserve.runtime.wire import Poller, Pull, Push
 log = logging.getLogger(__name__)
 
 CONGESTED_WAIT_S = 0.005
-IDLE_WAIT_S = 1.0
+HEARTBEAT_S = 1.0
 
 
 def run(init: ChildInit, report: Reporter) -> None:
@@ -30,7 +32,12 @@ def run(init: ChildInit, report: Reporter) -> None:
     push = Push(init.ports.tokenizer_ipc_name)
     poller = Poller(pull)
     report.ready()
+    beat_due = 0.0
     while True:
+        now = time.monotonic()
+        if now >= beat_due:
+            push.offer(Heartbeat())
+            beat_due = now + HEARTBEAT_S
         # While the front does not keep up nothing is read, so that the scheduler sees it and admits nothing new.
         message = None if push.congested else pull.recv()
         if isinstance(message, BatchTokenIDOutput):
@@ -40,7 +47,7 @@ def run(init: ChildInit, report: Reporter) -> None:
         elif not push.flush():
             poller.wait(CONGESTED_WAIT_S)
         else:
-            poller.wait(IDLE_WAIT_S)
+            poller.wait(beat_due - now)
 
 
 class Detokenizer:

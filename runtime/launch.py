@@ -275,28 +275,33 @@ class Stack:
 
     async def _watch(self) -> None:
         """Ends the instance when for watchdog_timeout the scheduler has work but makes no step, or says nothing, or has
-        ended requests of which the detokenizer delivers nothing.
+        ended requests of which the detokenizer delivers nothing, or the detokenizer says nothing.
         """
         timeout = self.args.watchdog_timeout
         if timeout == 0:
             return
         seen: SchedulerMetrics | None = None
-        front, batches = self.tokenizer_manager, 0
+        front, batches, heard = self.tokenizer_manager, 0, 0.0
         several = self.args.dp_size > 1  # each of which is watched for itself
         still = Standstill(min(timeout / WATCHDOG_TICKS, 1.0))
         while True:
             seconds = await still.seconds()
             latest = front.scheduler_metrics
             delivers = not front.awaits_rows or front.batches_received != batches
-            if delivers and (several or (latest is not None and made_progress(seen, latest))):
-                seen, batches = latest, front.batches_received
+            speaks = front.detokenizer_heard != heard
+            if speaks and delivers and (several or (latest is not None and made_progress(seen, latest))):
+                seen, batches, heard = latest, front.batches_received, front.detokenizer_heard
                 still.end()
             elif seconds > timeout:
                 for child in self._children:
                     child.dump_stacks()
                 await asyncio.sleep(STACKS_WAIT_S)
-                scheduler = next(iter(self._ranks))
-                fault = f"{scheduler} made no step" if delivers else f"{self._detokenizer} delivered nothing"
+                if not speaks:
+                    fault = f"{self._detokenizer} has not been heard of"
+                elif not delivers:
+                    fault = f"{self._detokenizer} delivered nothing"
+                else:
+                    fault = f"{next(iter(self._ranks))} made no step"
                 self._fail(f"the {fault} for {timeout:g} s; its stacks are in the log")
                 return
 

@@ -233,6 +233,10 @@ class BatchEmbeddingOutput(Message, frozen=True, kw_only=True):
     rows: tuple[EmbeddingRow, ...]
 
 
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """The detokenizer lives: it says so to the front every second, busy or idle."""
+
+
 # ---- control -----------------------------------------------------------------------------------------------------
 
 PauseMode = Literal["drain", "retract", "abort"]
@@ -391,6 +395,8 @@ class ProcessInfo(Row, frozen=True, kw_only=True):
     """Time in steps since the start but for waiting for the stage before."""
     collectives: dict[str, dict[str, int]] = {}
     """{"calls", "bytes"} by operation since the start; empty where a rank is alone."""
+    silent_s: float = 0.0
+    """How long ago it was last heard of, where another process speaks of it."""
 
 
 class GetStatusReqInput(ControlRequest["GetStatusReqOutput"], frozen=True, kw_only=True):
@@ -548,7 +554,7 @@ ControlReqOutput = (
 TokenizedReqInput = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
 SchedulerInput = TokenizedReqInput | ControlReqInput
 DetokenizerInput = BatchTokenIDOutput | BatchEmbeddingOutput | SubscribeMetricsReqInput
-TokenizerManagerInput = BatchStrOutput | BatchEmbeddingOutput | SubscribeMetricsReqInput | ControlReqOutput
+TokenizerManagerInput = BatchStrOutput | BatchEmbeddingOutput | Heartbeat | SubscribeMetricsReqInput | ControlReqOutput
 MetricsInput = SchedulerMetrics | HttpMetrics
 RpcOutput = RpcProgress | RpcError | ControlReqOutput
 AnyMessage = (

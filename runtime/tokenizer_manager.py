@@ -27,6 +27,7 @@ from llmserve.runtime.messages import (
     EmbeddingRow,
     FinishReason,
     GenerateReqInput,
+    Heartbeat,
     HttpMetrics,
     MetricsInput,
     ProcessInfo,
@@ -58,6 +59,12 @@ State = Literal["starting", "ready", "draining", "dead"]
 FLUSH_INTERVAL_S = 0.01
 SILENCE_S = 2.0
 """A scheduler speaks every second: what it said so long ago is no news of what it does."""
+HEALTHY_SILENCE_S = 5.0
+"""A scheduler and a detokenizer that live speak every second; so long without a word, and requests hang."""
+HEALTHY_STEPS = 3
+"""A scheduler speaks between steps only: so many times the longest of late it may be silent."""
+FORGETTING = 0.99
+"""How much of the longest step is remembered from one report of the scheduler to the next: half after a minute."""
 LAST_ROWS_S = 0.5
 """A dead replica's rows have come from the detokenizer by then."""
 
@@ -84,7 +91,6 @@ class TokenizerManager:
         """Told when an operator's drain begins and when it ends."""
         self.batches_received = 0
         """Of rows, since the start."""
-        self._args = args
         self._ports = ports
         self._in_flight: dict[str, AnyInFlight] = {}
         self._tokenizing: set[str] = set()
@@ -92,7 +98,11 @@ class TokenizerManager:
         self._failure = ""
         self._drains_with_scheduler = False
         """Whether it drains because the scheduler does, on an operator's word, and stops when that does."""
+        self.detokenizer_heard = time.monotonic()
+        """When it has last said something."""
         self._heard = self._moved = time.monotonic()
+        self._longest_step_s = 0.0
+        """Of late."""
         self._tasks: list[asyncio.Task[None]] = []
         self._flushing: asyncio.TimerHandle | None = None
         self._pull: Pull | None = None
@@ -122,7 +132,7 @@ class TokenizerManager:
         if detokenizer_pid is not None:
             self._meters["detokenizer"] = Meter(psutil.Process(detokenizer_pid))
         self._tokenization.limits = self.limits._replace(max_model_len=max_model_len)
-        self._heard = self._moved = time.monotonic()
+        self._heard = self._moved = self.detokenizer_heard = time.monotonic()
         self.state = "ready"
 
     def drain(self) -> None:
@@ -216,10 +226,12 @@ class TokenizerManager:
         """Whether the instance serves, and if not, why."""
         if self.state != "ready":
             return False, self._failure or self.state
-        now, limit = time.monotonic(), self._args.watchdog_timeout
-        if limit and now - self._heard > limit:
+        now, limit = time.monotonic(), max(HEALTHY_SILENCE_S, HEALTHY_STEPS * self._longest_step_s)
+        if now - self._heard > limit:
             return False, f"the scheduler has not been heard of for {now - self._heard:.0f} s"
-        if limit and now - self._moved > limit:
+        if now - self.detokenizer_heard > HEALTHY_SILENCE_S:
+            return False, f"the detokenizer has not been heard of for {now - self.detokenizer_heard:.0f} s"
+        if now - self._moved > limit:
             fault = "detokenizer has delivered nothing" if self.awaits_rows else "scheduler has made no step"
             return False, f"the {fault} for {now - self._moved:.0f} s"
         return True, "ready"
@@ -284,6 +296,7 @@ class TokenizerManager:
             with contextlib.suppress(psutil.Error):  # it has just died; the supervisor sees to that
                 usage = meter.read()
                 dropped = self._watchers.dropped if role == "main" else 0
+                silent_s = time.monotonic() - self.detokenizer_heard if role == "detokenizer" else 0.0
                 processes.append(
                     ProcessInfo(
                         role=role,
@@ -291,6 +304,7 @@ class TokenizerManager:
                         rss_bytes=usage.rss_bytes,
                         cpu_percent=usage.cpu_percent,
                         dropped_messages=dropped,
+                        silent_s=silent_s,
                     )
                 )
         routed = {str(reason): count for reason, count in self.schedulers.routing.reasons.items()}
@@ -367,6 +381,8 @@ class TokenizerManager:
         while True:
             message = await pull.arecv()
             await asyncio.sleep(0)  # arecv does not give way while there are messages, and consumers must run too
+            if isinstance(message, BatchStrOutput | Heartbeat):
+                self.detokenizer_heard = time.monotonic()
             if isinstance(message, BatchStrOutput | BatchEmbeddingOutput):
                 self._deliver(message)
             elif isinstance(message, SubscribeMetricsReqInput):
@@ -422,6 +438,7 @@ class TokenizerManager:
             before = self.schedulers.metrics.get(message.dp_rank)
             self.schedulers.take(message)
             self._heard = time.monotonic()
+            self._longest_step_s = max(message.step_s, self._longest_step_s * FORGETTING)
             idle = message.running + message.waiting == 0 or message.state == "paused"
             if (idle and not self.awaits_rows) or before is None or message.steps_total != before.steps_total:
                 self._moved = self._heard

@@ -54,7 +54,7 @@ def add_routes(app: FastAPI, context: Context) -> None:
     @app.head("/health", include_in_schema=False)  # as some load balancers ask
     @app.get("/health", openapi_extra=operation(answer=Health))
     async def health() -> Response:
-        """200 while the instance serves, paused or not; 503 while it drains or when its scheduler is stuck."""
+        """200 while the instance serves, paused or not; 503 while it drains, or one of its processes is stuck."""
         healthy, why = manager.healthy()
         return json_response(Health(status="ok" if healthy else why), 200 if healthy else 503)
 

@@ -18,6 +18,7 @@ from instances import FOREVER, wait_until
 from llmserve import Engine, RequestError, SamplingParams
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.outputs import Chunk
+from llmserve.runtime.tokenizer_manager import TokenizerManager
 
 LONG = {"max_new_tokens": FOREVER, "ignore_eos": True}
 
@@ -267,6 +268,18 @@ def test_the_death_of_a_process_ends_requests_at_once(own_engine: Engine, which:
         own_engine.generate("x")
     assert refused.value.status == 503
     wait_until(lambda: not any(process.is_running() for process in others), 5, "the other process ends too")
+
+
+def test_rows_that_get_lost_on_the_way_end_all(
+    in_runtime_root: None, long_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler is done with the request and the detokenizer lives: only the watchdog can tell who waits for it."""
+    monkeypatch.setattr(TokenizerManager, "_deliver", lambda self, batch: None)
+    with (
+        Engine(str(long_model), dtype="float32", max_total_tokens=1 << 16, watchdog_timeout=2.0) as engine,
+        pytest.raises(RequestError, match=r"the detokenizer \(pid \d+\) delivered nothing for 2 s"),
+    ):
+        engine.generate("Hello there", max_new_tokens=4)
 
 
 def test_a_model_that_does_not_exist(in_runtime_root: None, runtime_root: Path) -> None:

@@ -205,14 +205,14 @@ def test_a_broken_checkpoint_ends_the_launch_with_its_message(own_root: Path, ti
     assert not instance.directory.exists()
 
 
-@pytest.mark.parametrize(("role", "fault"), [("scheduler", "made no step"), ("detokenizer", "delivered nothing")])
+@pytest.mark.parametrize(("role", "fault"), [("scheduler", "made no step"), ("detokenizer", "has not been heard of")])
 def test_the_watchdog_ends_what_is_stuck(own_root: Path, long_model: Path, role: str, fault: str) -> None:
-    """And leaves alone what has nothing to do: the scheduler has, once it has ended what the detokenizer holds up."""
+    """And leaves alone what has nothing to do. The scheduler goes on with what the detokenizer holds up."""
     with launched(own_root, "stuck", str(long_model), "--watchdog-timeout", "3") as instance:
         time.sleep(4)
         assert httpx.get(f"{instance.url}/health").status_code == 200
         processes = instance.processes()
-        with load(instance, FOREVER) if role == "scheduler" else load_for(instance, seconds=2) as requests:
+        with load(instance, FOREVER) as requests:
             stopped = time.monotonic()
             instance.child(role).suspend()
             for request in requests:
@@ -222,3 +222,19 @@ def test_the_watchdog_ends_what_is_stuck(own_root: Path, long_model: Path, role:
             assert time.monotonic() - stopped >= 3
         assert instance.wait_ended(4) == 1
         assert_gone(processes, 1)
+
+
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+def test_health_tells_soon_of_a_process_that_is_stuck(own_root: Path, long_model: Path, role: str) -> None:
+    """Long before the watchdog does something about it; and that it goes on."""
+    with launched(own_root, "stuck", str(long_model)) as instance, load(instance, FOREVER):
+
+        def health() -> httpx.Response:
+            return httpx.get(f"{instance.url}/health")
+
+        assert health().status_code == 200
+        instance.child(role).suspend()
+        wait_until(lambda: health().status_code == 503, 15, "word of it")
+        assert f"the {role} has not been heard of for" in health().json()["status"]
+        instance.child(role).resume()
+        wait_until(lambda: health().status_code == 200, 10, "its going on")

@@ -1,6 +1,8 @@
 """Token rows become text rows; the process around it over real sockets."""
 
 import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from llmserve.runtime.messages import (
     BatchStrOutput,
     BatchTokenIDOutput,
     FinishReason,
+    Heartbeat,
     Logprobs,
     Message,
     StrRow,
@@ -108,16 +111,39 @@ class Ready(Reporter):
         self.event.set()
 
 
-def test_the_process_passes_rows_on_in_order(tmp_path: Path) -> None:
-    ports = PortArgs.init_new(tmp_path)
-    checkpoint: Any = type("Checkpoint", (), {"tokenizer_dir": str(tmp_path)})
-    small_tokenizers.save(small_tokenizers.byte_level(), tmp_path)
+def run_process(directory: Path, rows: Sequence[TokenIDRow] = ()) -> tuple[Pull, Push]:
+    """The detokenizer in a thread, `rows` being there before it starts: its front's socket, and its scheduler's."""
+    ports = PortArgs.init_new(directory)
+    checkpoint: Any = type("Checkpoint", (), {"tokenizer_dir": str(directory)})
+    small_tokenizers.save(small_tokenizers.byte_level(), directory)
     front = Pull(ports.tokenizer_ipc_name, TokenizerManagerInput)
     scheduler = Push(ports.detokenizer_ipc_name)
+    for token_row in rows:
+        scheduler.send(BatchTokenIDOutput(rows=(token_row,)))
     init: Any = type("Init", (), {"ports": ports, "checkpoint": checkpoint})
     ready = Ready()
     threading.Thread(target=detokenizer.run, args=(init, ready), daemon=True).start()
     assert ready.event.wait(10)
+    return front, scheduler
+
+
+def messages_until(front: Pull, last: Callable[[Message], bool]) -> list[Message]:
+    """What the front is sent, up to the message that is `last`."""
+    received: list[Message] = []
+    poller = Poller(front)
+    deadline = time.monotonic() + 10
+    while not received or not last(received[-1]):
+        assert time.monotonic() < deadline
+        message = front.recv()
+        if message is None:
+            poller.wait(1.0)
+        else:
+            received.append(message)
+    return received
+
+
+def test_the_process_passes_rows_on_in_order(tmp_path: Path) -> None:
+    front, scheduler = run_process(tmp_path)
 
     lease = SubscribeMetricsReqInput(endpoint="top.sock")
     sent = [row(f"word {number}", rid=str(number), finish=LENGTH) for number in range(50)]
@@ -125,14 +151,22 @@ def test_the_process_passes_rows_on_in_order(tmp_path: Path) -> None:
         scheduler.send(BatchTokenIDOutput(rows=(token_row,)))
     scheduler.send(lease)
 
-    received: list[Message] = []
-    poller = Poller(front)
-    while lease not in received:
-        message = front.recv()
-        if message is None:
-            poller.wait(5.0)
-        else:
-            received.append(message)
+    received = messages_until(front, lambda message: message == lease)
     rows = [text_row for batch in received if isinstance(batch, BatchStrOutput) for text_row in batch.rows]
     assert [text_row.text for text_row in rows] == [f"word {number}" for number in range(50)]
     assert received[-1] == lease
+
+
+def test_the_process_says_that_it_lives_idle_or_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detokenizer, "HEARTBEAT_S", 0.001)
+    rows = [row("some words", rid=str(number), finish=LENGTH) for number in range(300)]
+    front, _ = run_process(tmp_path, rows)
+
+    def is_last(message: Message) -> bool:
+        return isinstance(message, BatchStrOutput) and message.rows[0].rid == "299"
+
+    busy = messages_until(front, is_last)
+    first = next(number for number, message in enumerate(busy) if isinstance(message, BatchStrOutput))
+    assert Heartbeat() in busy[first:]
+    idle = iter(range(5))
+    assert set(messages_until(front, lambda _: next(idle) == 4)) == {Heartbeat()}

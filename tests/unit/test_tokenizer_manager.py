@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import pytest_asyncio
 import small_tokenizers
 
+from llmserve.runtime import tokenizer_manager
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.detokenizer import Detokenizer
 from llmserve.runtime.engine.batch import int32_array, int32_bytes
@@ -22,6 +24,7 @@ from llmserve.runtime.messages import (
     EmbeddingRow,
     FinishReason,
     GenerateReqInput,
+    Heartbeat,
     HttpMetrics,
     LogprobOptions,
     Message,
@@ -92,11 +95,31 @@ def started(manager: TokenizerManager, req: GenerateReqInput) -> "asyncio.Task[l
     return asyncio.create_task(collect(manager, req))
 
 
+class Clock:
+    """The manager's `time`: its monotonic clock goes on when the test says so."""
+
+    perf_counter = staticmethod(time.perf_counter)
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(tokenizer_manager, "time", clock)
+    return clock
+
+
 @pytest_asyncio.fixture
-async def manager(tmp_path: Path) -> AsyncIterator[TokenizerManager]:
+async def manager(tmp_path: Path, clock: Clock) -> AsyncIterator[TokenizerManager]:
     config: Any = type("Config", (), {"vocab_size": 400, "max_position_embeddings": 1000, "eos_token_ids": (1,)})
     checkpoint: Any = type("Checkpoint", (), {"config": config})
-    args = ServerArgs(model="test", seed=1, watchdog_timeout=0.2)
+    args = ServerArgs(model="test", seed=1)
     manager = TokenizerManager(args, PortArgs.init_new(tmp_path), checkpoint, TOKENIZER)
     await manager.start()
     manager.ready(max_model_len=MAX_MODEL_LEN)
@@ -362,48 +385,98 @@ def metrics(**fields: Any) -> SchedulerMetrics:
 
 
 async def seen(manager: TokenizerManager, stack: FakeStack, message: SchedulerMetrics) -> None:
+    """The scheduler says something, and the detokenizer lives too."""
+    await beats(manager, stack)
+    await steps(manager, stack, message)
+
+
+async def steps(manager: TokenizerManager, stack: FakeStack, message: SchedulerMetrics) -> None:
     stack.metrics.send(message)
     while manager.scheduler_metrics != message:
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.001)
 
 
-async def test_health_follows_the_schedulers_steps(manager: TokenizerManager, stack: FakeStack) -> None:
+async def beats(manager: TokenizerManager, stack: FakeStack) -> None:
+    stack.text.send(Heartbeat())
+    while manager.detokenizer_heard != tokenizer_manager.time.monotonic():
+        await asyncio.sleep(0.001)
+
+
+async def test_health_follows_the_schedulers_steps(manager: TokenizerManager, stack: FakeStack, clock: Clock) -> None:
     assert manager.healthy() == (True, "ready")
-    for time in range(4):  # an idle scheduler that lives
-        await seen(manager, stack, metrics(time=float(time)))
-        await asyncio.sleep(0.08)
+    for second in range(8):  # an idle scheduler that lives
+        await seen(manager, stack, metrics(time=float(second)))
+        clock.seconds += 1
         assert manager.healthy()[0]
-    for time in range(4):  # one that hangs with work at hand
-        await seen(manager, stack, metrics(time=10.0 + time, running=1))
-        await asyncio.sleep(0.08)
-    healthy, reason = manager.healthy()
-    assert not healthy
-    assert "made no step" in reason
+    for second in range(7):  # one that hangs with work at hand
+        await seen(manager, stack, metrics(time=10.0 + second, running=1))
+        clock.seconds += 1
+    assert manager.healthy() == (False, "the scheduler has made no step for 8 s")
     await seen(manager, stack, metrics(time=20.0, running=1, steps_total=1))
     assert manager.healthy()[0]
-    await asyncio.sleep(0.25)
-    assert "not been heard of" in manager.healthy()[1]
+    clock.seconds += 4
+    assert manager.healthy()[0]
+    clock.seconds += 2
+    assert manager.healthy() == (False, "the scheduler has not been heard of for 6 s")
 
 
-async def test_rows_that_do_not_come_make_it_unhealthy(manager: TokenizerManager, stack: FakeStack) -> None:
-    """The scheduler has ended the request, and says that it is idle; the detokenizer is stuck."""
+async def test_rows_that_do_not_come_make_it_unhealthy(
+    manager: TokenizerManager, stack: FakeStack, clock: Clock
+) -> None:
+    """The scheduler has ended the request, and says that it is idle; the detokenizer lives, and sends nothing."""
     running = started(manager, request())
     await stack.receive()
-    for time in range(4):
-        await seen(manager, stack, metrics(time=float(time), steps_total=9))
-        await asyncio.sleep(0.08)
-    healthy, reason = manager.healthy()
-    assert not healthy
-    assert "the detokenizer has delivered nothing" in reason
+    for second in range(7):
+        await seen(manager, stack, metrics(time=float(second), steps_total=9))
+        clock.seconds += 1
+    assert manager.healthy() == (False, "the detokenizer has delivered nothing for 7 s")
     stack.send(row("r", "late", finish=LENGTH))
     await running
     assert manager.healthy()[0]
 
 
-async def test_a_paused_scheduler_is_healthy(manager: TokenizerManager, stack: FakeStack) -> None:
-    for time in range(4):
-        await seen(manager, stack, metrics(time=float(time), waiting=1, state="paused"))
-        await asyncio.sleep(0.08)
+async def test_a_silent_detokenizer_makes_it_unhealthy(
+    manager: TokenizerManager, stack: FakeStack, clock: Clock
+) -> None:
+    """Whatever the scheduler does; rows are a sign of life as well as heartbeats."""
+    manager.ready(max_model_len=MAX_MODEL_LEN, detokenizer_pid=os.getpid())
+    running = started(manager, request())
+    await stack.receive()
+    for step in range(6):
+        clock.seconds += 1
+        await steps(manager, stack, metrics(running=1, steps_total=step))
+    assert manager.healthy() == (False, "the detokenizer has not been heard of for 6 s")
+    assert [process.silent_s for process in manager.http_metrics().processes] == [0, 6]
+    stack.send(row("r", "text", finish=LENGTH))
+    await running
+    assert manager.healthy() == (True, "ready")
+    clock.seconds += 6
+    await seen(manager, stack, metrics(running=1, steps_total=7))
+    assert manager.healthy() == (True, "ready")
+
+
+async def test_a_scheduler_whose_steps_are_long_may_be_silent_longer(
+    manager: TokenizerManager, stack: FakeStack, clock: Clock
+) -> None:
+    """It speaks between steps. What one step has taken is forgotten when those that follow are short."""
+    await seen(manager, stack, metrics(running=1, steps_total=1, step_s=8.0))
+    clock.seconds += 20
+    await beats(manager, stack)
+    assert manager.healthy() == (True, "ready")
+    clock.seconds += 5
+    await beats(manager, stack)
+    assert manager.healthy() == (False, "the scheduler has not been heard of for 25 s")
+    for step in range(2, 162):
+        await steps(manager, stack, metrics(running=1, steps_total=step, step_s=0.01))
+    clock.seconds += 6
+    await beats(manager, stack)
+    assert manager.healthy() == (False, "the scheduler has not been heard of for 6 s")
+
+
+async def test_a_paused_scheduler_is_healthy(manager: TokenizerManager, stack: FakeStack, clock: Clock) -> None:
+    for second in range(8):
+        await seen(manager, stack, metrics(time=float(second), waiting=1, state="paused"))
+        clock.seconds += 1
     assert manager.healthy()[0]
 
 
