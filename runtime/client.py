@@ -9,6 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 from llmserve.runtime.instance import InstanceRecord
@@ -196,7 +197,9 @@ def probe(address: str) -> None:
         try:
             connection.connect(address.removeprefix("ipc://"))
         except (FileNotFoundError, ConnectionRefusedError):
-            raise RpcCallError("unavailable", "the instance is dead, or does not listen yet") from None
+            name = Path(address).parent.name
+            message = f'instance "{name}" has ended, or does not listen yet; see `llmserve logs -i {name}`'
+            raise RpcCallError("unavailable", message) from None
         except PermissionError:
             raise RpcCallError("denied", f"not allowed to connect to {address}") from None
         except OSError:

@@ -157,6 +157,15 @@ def test_ps_and_doctor_say_which_scheduler_is_silent(fake: FakeInstance) -> None
     assert [check["status"] for check in checks if "mute" in check["detail"] and "0.2 s" in check["detail"]] == ["bad"]
 
 
+def test_who_asks_an_instance_that_has_ended_is_told_which_and_where_to_look(fake: FakeInstance) -> None:
+    """As one that waits while the watchdog ends it: it has found the instance, and then nobody listens."""
+    Path(fake.instance.record.rpc_addresses[0].removeprefix("ipc://")).unlink()
+    result = run("ping")
+    assert (result.code, result.out) == (69, "")
+    assert 'instance "fake" has ended' in result.err
+    assert "`llmserve logs -i fake`" in result.err
+
+
 def test_ping(fake: FakeInstance) -> None:
     assert run("ping").out.startswith("PONG ")
     assert "(ready, step 7)" in run("ping").out
@@ -415,6 +424,18 @@ def test_what_differs_in_many_layers_is_one_line() -> None:
         shape,
         "lm_head.weight: missing",
     ]
+
+
+def test_each_replica_is_named_whose_weights_are_swapped(fake: FakeInstance) -> None:
+    with FakeInstance("other") as other:
+        second = fake.instance.directory / "rpc-1.sock"
+        second.symlink_to(other.instance.directory / "rpc.sock")
+        fake.instance.update(rpc_addresses=(*fake.instance.record.rpc_addresses, f"ipc://{second}"))
+        for number, each in enumerate((fake, other)):
+            answer = UpdateWeightReqOutput(old_version=1, new_version=1, model_path=f"m{number}")
+            each.handlers[UpdateWeightReqInput] = lambda _, answer=answer: answer  # type: ignore[misc]
+        lines = run("update-weights", "m", "--dry-run", "-i", "fake").out.splitlines()
+    assert lines == ["replica 0: m0 would be accepted", "replica 1: m1 would be accepted"]
 
 
 def test_update_that_aborts_is_confirmed(fake: FakeInstance) -> None:
