@@ -48,8 +48,8 @@ def ps(
     """List the running instances, with the requests that run and wait in each.
 
     Of several replicas, RUN and WAIT show each one's. A state is starting, ready, paused or draining; degraded: it has
-    lost a replica; silent: its scheduler does not answer within --timeout; or dead: its process is gone, and the next
-    launch removes its rest.
+    lost a replica; silent: its scheduler does not answer within --timeout, or one of its processes is stopped; or dead:
+    its process is gone, and the next launch removes its rest.
     """
     console = console_of(ctx)
     lines = [look(record, timeout, ranks=json) for record in list_instances() if record.alive or all_records]
@@ -110,6 +110,8 @@ def state_of(record: InstanceRecord, loads: Sequence[Load]) -> str:
     """The scheduler knows best whether it is paused, the main process whether it ends."""
     if not record.alive:
         return "dead"
+    if record.stopped:
+        return "silent"
     if record.state != "ready":
         return record.state
     state = " and ".join(dict.fromkeys(load.state for load in loads)) or "silent"

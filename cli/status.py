@@ -8,6 +8,7 @@ import typer
 from llmserve.cli import format
 from llmserve.cli.common import InstanceOption, JsonOption, TimeoutOption, console_of
 from llmserve.cli.console import Console
+from llmserve.cli.ps import Load, state_of
 from llmserve.runtime.config import flag
 
 if TYPE_CHECKING:
@@ -47,18 +48,20 @@ def as_json(record: "InstanceRecord", answers: list["GetStatusReqOutput"]) -> di
         fields["chosen"] = [name for name, _, chosen in options if chosen]
         replicas.append(fields)
     names = ("name", "pid", "host", "port", "version", "protocol", "log_path", "lost_replicas")
-    where = {name: getattr(record, name) for name in names}
+    loads = [Load(answer.running, answer.waiting, answer.state) for answer in answers]
+    where = {name: getattr(record, name) for name in names} | {"state": state_of(record, loads)}
     return {"instance": where, "replicas": replicas}
 
 
 def show(console: Console, record: "InstanceRecord", answer: "GetStatusReqOutput") -> None:
     total, used, cached = answer.kv_tokens_total, answer.kv_tokens_used, answer.kv_tokens_cached
     share = f"{format.percent(used, total)} used, {format.percent(cached, total)} cached"
+    state = f"silent ({record.stopped})" if record.stopped else answer.state
     facts = {
         "instance": f"{record.name} (pid {record.pid}, llmserve {record.version}, protocol {record.protocol})",
         "address": f"http://{record.host}:{record.port}",
         "model": f"{answer.model} (weights version {answer.weight_version})",
-        "state": f"{answer.state}, up {format.duration(answer.uptime_s)}, {answer.steps} steps",
+        "state": f"{state}, up {format.duration(answer.uptime_s)}, {answer.steps} steps",
         **({"lost": ", ".join(f"replica {n}" for n in record.lost_replicas)} if record.lost_replicas else {}),
         "requests": f"{answer.running} running, {answer.waiting} waiting",
         "kv pool": f"{total} tokens in pages of {answer.page_size}, {format.size(answer.kv_bytes_total)}: {share}",

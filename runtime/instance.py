@@ -61,6 +61,14 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.pid > 0 and process_start_time(self.pid) == self.start_time
 
     @property
+    def stopped(self) -> str:
+        """Which of its processes is stopped (SIGSTOP, a debugger), in words; empty when none is."""
+        for pid in (self.pid, *self.children):
+            if _stat(pid)[:1] in (["T"], ["t"]):
+                return f"its {'main ' if pid == self.pid else ''}process {pid} is stopped"
+        return ""
+
+    @property
     def directory(self) -> Path:
         return runtime_root() / self.name
 
@@ -194,13 +202,17 @@ def sweep_stale() -> list[str]:
 
 def process_start_time(pid: int) -> int | None:
     """When a process started, in clock ticks since the boot; None when it is gone, or dead and not yet waited for."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel tells of a process from its state, field 3, on (proc(5)): the start time is field 22."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        # After the parenthesised name, which may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    # After the parenthesised name, which may hold anything: the state is field 3, the start time field 22 (proc(5)).
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+        return []
 
 
 def _sweep(directory: Path) -> None:

@@ -142,7 +142,7 @@ class Model:
 
     def _saw(self, processes: Sequence[ProcessInfo], time: float) -> None:
         for process in processes:
-            self._processes[rank_of(process)] = (process, time)
+            self._processes[rank_of(process)] = (process, time - process.silent_s)
 
     def _lose(self, rank: int) -> None:
         """A replica has died: it has nothing any more, but what it had counted still counts."""
@@ -176,8 +176,11 @@ class Model:
         if faults and len(faults) == len(replicas):
             return "stalled", faults[0]
         faults = [f"replica {rank} is lost" for rank in lost] + faults
-        if self._latencies and now - self._latencies.newest.time > STALE_S:
-            return "stalled", f"the front has said nothing for {now - self._latencies.newest.time:.0f} s"
+        if self.link is not None and self.link.detail:
+            return "stalled", self.link.detail
+        for who, silent_s in (("front", self._front_silence(now)), ("detokenizer", self._detokenizer_silence(now))):
+            if silent_s > STALE_S:
+                return "stalled", f"the {who} has said nothing for {silent_s:.0f} s"
         if self.link is not None and self.link.status == "draining":
             return "draining", ""
         if faults:
@@ -187,6 +190,16 @@ class Model:
             if state in states:
                 return state, ""
         return "ready", ""
+
+    def _front_silence(self, now: float) -> float:
+        """For how many seconds: a front that hangs from the first on has never spoken."""
+        if self._latencies:
+            return now - self._latencies.newest.time
+        return now - self.link.time if self.link is not None else 0.0
+
+    def _detokenizer_silence(self, now: float) -> float:
+        """For how many seconds, as the front says."""
+        return max((now - seen for info, seen in self._processes.values() if info.role == "detokenizer"), default=0.0)
 
     def _fault(self, rank: int, now: float) -> str:
         """What is wrong with a replica, if something is."""

@@ -28,7 +28,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     model: str = ""
     address: str = ""
     detail: str = ""
-    """Why there is no connection, for the reader."""
+    """Why there is no connection, or what is wrong with the instance though there is one; for the reader."""
     replicas: int = 1
     """Those that live."""
     lost_replicas: tuple[int, ...] = ()

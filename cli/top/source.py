@@ -198,6 +198,7 @@ class Live(Source):
             poller = Poller(pull)
             look, heard = 0.0, False
             status: Status = "connected"
+            stopped = ""
             while not self._ends.is_set():
                 if time.monotonic() >= look:
                     look = time.monotonic() + LOOK_S
@@ -212,6 +213,7 @@ class Live(Source):
                         raise lease.error
                     # A front that is to end says so in its record; the scheduler goes on as ever.
                     status = "draining" if found.state == "draining" else "connected"
+                    stopped = found.stopped
                     if pull.bad_frames and not heard:
                         self._say("lost", "it is of another version: start llmserve top again")
                     heard = False
@@ -219,7 +221,7 @@ class Live(Source):
                 while (message := pull.recv()) is not None:
                     if isinstance(message, SchedulerMetrics):
                         heard = True
-                        self._say(status)
+                        self._say(status, stopped)
                     self.put(cast(MetricsInput, message))
         finally:
             lease.end()

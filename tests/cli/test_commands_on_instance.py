@@ -221,6 +221,24 @@ def test_a_scheduler_that_hangs_is_said_to_be_silent(op: RunningInstance, cli: A
     cli("resume")  # the pause had been heard
 
 
+@pytest.mark.parametrize("role", ["main ", ""])
+def test_a_process_that_is_stopped_is_said_to_be(op: RunningInstance, cli: Any, role: str) -> None:
+    """Also where the scheduler goes on and answers: the main process and the detokenizer."""
+    process = op.child("detokenizer") if role == "" else psutil.Process(op.process.pid)
+    fault = f"its {role}process {process.pid} is stopped"
+    process.suspend()
+    try:
+        assert [line["state"] for line in json.loads(cli("ps", "--json").stdout) if line["name"] == "op"] == ["silent"]
+        assert re.search(rf"^state +silent \({fault}\), up ", cli("status").stdout, re.MULTILINE)
+        assert json.loads(cli("status", "--json").stdout)["instance"]["state"] == "silent"
+        shown = json.loads(cli("top", "--once", "--json", "--timeout", "1").stdout)
+        assert (shown["state"], shown["reason"]) == ("stalled", fault)
+    finally:
+        process.resume()
+    assert [line["state"] for line in json.loads(cli("ps", "--json").stdout) if line["name"] == "op"] == ["ready"]
+    assert json.loads(cli("status", "--json").stdout)["instance"]["state"] == "ready"
+
+
 def test_update_weights(op: RunningInstance, cli: Any, long_model: Path, tmp_path: Path) -> None:
     """To the same weights: the version counts, the text stays. Something else is refused with the differences."""
     copy = tmp_path / "copy"

@@ -168,7 +168,7 @@ def test_a_state_without_steps_that_is_meant_is_not_stalled(state: str) -> None:
 )
 def test_the_link_tells_what_the_scheduler_cannot(status: str, state: str) -> None:
     model = fed(samples(10))
-    model.add(Link(time=START + 11, status=status, name="prod", detail="why"))
+    model.add(Link(time=START + 11, status=status, name="prod"))
     assert model.snapshot(START + 11).state == state
 
 
@@ -178,6 +178,30 @@ def test_a_front_that_hangs_is_stalled_though_the_scheduler_goes_on() -> None:
         model.add(scheduler(second))
     found = model.snapshot(START + 15)
     assert (found.state, found.reason) == ("stalled", "the front has said nothing for 5 s")
+
+
+def test_a_front_that_hangs_from_the_first_on_is_stalled_too() -> None:
+    model = fed([Link(time=START, status="connected", name="prod"), *(scheduler(second) for second in range(6))])
+    assert model.snapshot(START + 3).state == "ready"
+    found = model.snapshot(START + 5)
+    assert (found.state, found.reason) == ("stalled", "the front has said nothing for 5 s")
+
+
+def test_a_detokenizer_that_hangs_is_stalled_though_all_others_go_on() -> None:
+    """The front speaks of it, and says how long it has been silent."""
+    model = fed(samples(10))
+    silent = ProcessInfo(role="detokenizer", pid=300, silent_s=4.5)
+    model.add(msgspec.structs.replace(front(10), processes=(silent,)))
+    found = model.snapshot(START + 10.5)
+    assert (found.state, found.reason) == ("stalled", "the detokenizer has said nothing for 5 s")
+    assert [process.heartbeat_age_s for process in found.processes if process.role == "detokenizer"] == [5.0]
+
+
+def test_a_process_that_is_stopped_is_named_at_once() -> None:
+    model = fed(samples(10))
+    model.add(Link(time=START + 10, status="connected", name="prod", detail="its main process 100 is stopped"))
+    found = model.snapshot(START + 10)
+    assert (found.state, found.reason) == ("stalled", "its main process 100 is stopped")
 
 
 def test_an_instance_that_says_nothing_is_stalled_after_a_while() -> None:
