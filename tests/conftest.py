@@ -1,12 +1,14 @@
 """Fixtures that more than one folder of tests uses: a real instance, shared by all tests that leave it as it was."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported: nothing else has the cores alone
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would instances
 
 from instances import RunningInstance, end_all, launched, runtime_directory
 
