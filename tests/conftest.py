@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported: nothing else has the cores alone
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would instances
 
 from instances import RunningInstance, end_all, launched, runtime_directory
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would instances
 
 
 @pytest.fixture(scope="session")
