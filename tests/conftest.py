@@ -11,7 +11,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is import
 
 from instances import RunningInstance, end_all, launched, runtime_directory
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would instances
+# A shell's background job ignores these, and so would the instances that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
