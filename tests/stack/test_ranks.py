@@ -19,7 +19,7 @@ from loads import OpenRequest, load
 from checkpoints import make_tiny
 from instances import FOREVER, RunningInstance, assert_gone, launched, run_cli, start, wait_until
 from llmserve.runtime.client import RpcCallError, RpcClient
-from llmserve.runtime.messages import GetLoadReqInput
+from llmserve.runtime.messages import GetLoadReqInput, PingReqInput
 
 RANKS = ("--threads", "1", "--dtype", "float32")
 
@@ -74,6 +74,14 @@ def test_a_grammar_is_followed_on_all_ranks(split: RunningInstance, replicated: 
         for instance in (split, replicated):
             written = answer(instance, prompt, max_tokens=30, structured_outputs={"regex": pattern})
             assert re.fullmatch(pattern, written["choices"][0]["text"])
+
+
+def test_each_stage_has_a_batch_under_way(split: RunningInstance) -> None:
+    """Two batches that take turns, each with half of the choices: a token of all takes two steps, not one."""
+    with RpcClient(f"ipc://{split.directory}/rpc.sock", timeout_s=20) as rpc:
+        before = rpc.call(PingReqInput()).step
+        answer(split, "Once", n=8, max_tokens=200, temperature=1)
+        assert 360 <= rpc.call(PingReqInput()).step - before <= 440
 
 
 def test_every_rank_is_shown_with_its_share(split: RunningInstance, long_model: Path) -> None:
