@@ -360,9 +360,10 @@ def test_a_killed_update_leaves_the_old_weights_or_the_new_ones(
 
 
 def ping_s(operated: Operated) -> float:
-    """The median round trip."""
+    """The median round trip, at a pace that stays within what calls may take of the scheduler's time."""
     times = []
-    for _ in range(100):
+    for _ in range(50):
+        time.sleep(0.02)
         began = time.perf_counter()
         operated.rpc.call(PingReqInput())
         times.append(time.perf_counter() - began)
