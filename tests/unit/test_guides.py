@@ -231,7 +231,7 @@ def test_retraction_and_many_in_flight_change_nothing(tmp_path: Path) -> None:
         alone.harness.send(f"r{number}", prompt_of(9, number), params=GREEDY, grammar=regex(pattern))
         alone.run()
     for depth in (1, 3):
-        crowded = Letters(tmp_path, depth, pages=20, chunked_prefill_size=8)
+        crowded = Letters(tmp_path, depth, pages=14, chunked_prefill_size=8)
         for number in range(6):
             crowded.harness.send(f"r{number}", prompt_of(9, number), params=GREEDY, grammar=regex(pattern))
         crowded.run()
