@@ -33,8 +33,8 @@ from llmserve.runtime.messages import (
 )
 from llmserve.runtime.models import hub
 from llmserve.runtime.outputs import Chunk, Embedding, Generation, checked, chunk_of
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.tokenizer import Tokenizer
-from llmserve.runtime.tokenizer_manager import RequestError
 
 __all__ = ["Chunk", "Embedding", "Engine", "Generation", "RequestError", "SamplingParams"]
 

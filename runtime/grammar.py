@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from llmserve.runtime.messages import Constraint
-from llmserve.runtime.validation import RequestError
+from llmserve.runtime.request_error import RequestError
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

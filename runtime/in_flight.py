@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 from llmserve.runtime.messages import BatchStrOutput, EmbeddingRow, StrRow
 from llmserve.runtime.outbox import coalesce
-from llmserve.runtime.validation import RequestError
+from llmserve.runtime.request_error import RequestError
 
 ROWS_BEFORE_MERGING = 16
 """So many rows a choice may wait for a slow consumer before they are merged."""

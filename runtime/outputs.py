@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from llmserve.runtime.messages import FinishReason, Logprobs, StrRow
-from llmserve.runtime.validation import RequestError
+from llmserve.runtime.request_error import RequestError
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -28,8 +28,8 @@ from llmserve.runtime.fanout import Replicas
 from llmserve.runtime.instance import list_instances
 from llmserve.runtime.launch import LaunchError, LaunchObserver, Stack, in_thread
 from llmserve.runtime.logs import bound_log, keep_log, stderr_to_file
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.server.errors import error_response
-from llmserve.runtime.tokenizer_manager import RequestError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -24,8 +24,9 @@ from llmserve.runtime.messages import (
     TokenizedReqInput,
 )
 from llmserve.runtime.models.configs import ModelConfig
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.tokenizer import Tokenizer
-from llmserve.runtime.validation import Limits, RequestError
+from llmserve.runtime.validation import Limits
 
 INLINE_TEXT_LENGTH = 4096
 """Shorter texts are tokenized in the event loop, in under a millisecond; longer ones in a thread."""

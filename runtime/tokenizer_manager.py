@@ -42,15 +42,14 @@ from llmserve.runtime.messages import (
 from llmserve.runtime.metrics import FrontMetrics
 from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.ports import PortArgs
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.schedulers import Schedulers
 from llmserve.runtime.tokenization import Tokenization
 from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.usage import Meter
-from llmserve.runtime.validation import Limits, RequestError
+from llmserve.runtime.validation import Limits
 from llmserve.runtime.watchers import Watchers
 from llmserve.runtime.wire import Pull, Push
-
-__all__ = ["RequestError", "TokenizerManager"]
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llmserve.runtime.messages import FILL_CONTEXT, EmbeddingReqInput, GenerateReqInput, SamplingParams
+from llmserve.runtime.request_error import RequestError
 
 MAX_RID_LENGTH = 256
 MAX_USER_LENGTH = 256
@@ -18,25 +19,6 @@ MAX_STOP_LENGTH = 256
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
-
-
-class RequestError(Exception):
-    """A request that is refused or has failed. `status` is HTTP's; the rest is as in OpenAI's error object."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        type: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.type = type or ("invalid_request_error" if status < 500 else "server_error")
-        self.code = code
 
 
 class Limits(NamedTuple):

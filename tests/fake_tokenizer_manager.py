@@ -19,8 +19,8 @@ from llmserve.runtime.messages import (
     StrRow,
 )
 from llmserve.runtime.metrics import FrontMetrics
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.tokenizer import Tokenizer
-from llmserve.runtime.tokenizer_manager import RequestError
 from llmserve.runtime.validation import Limits, check_before_tokenizing, check_prompts
 
 LENGTH = FinishReason(type="length")

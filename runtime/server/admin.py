@@ -24,9 +24,9 @@ from llmserve.runtime.messages import (
     PauseMode,
     UpdateWeightReqInput,
 )
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.server.body import json_response, read_json
 from llmserve.runtime.server.openapi import operation
-from llmserve.runtime.tokenizer_manager import RequestError
 
 AnswerT = TypeVar("AnswerT", bound=Message)
 

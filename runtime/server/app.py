@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from llmserve.runtime.config import Secrets, ServerArgs
 from llmserve.runtime.fanout import Replicas
 from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.server import (
     admin,
     chat_answer,
@@ -23,7 +24,7 @@ from llmserve.runtime.server import (
 from llmserve.runtime.server.auth import KeyPolicy
 from llmserve.runtime.server.context import Context
 from llmserve.runtime.server.frontdoor import Frontdoor
-from llmserve.runtime.tokenizer_manager import RequestError, TokenizerManager
+from llmserve.runtime.tokenizer_manager import TokenizerManager
 
 DOCUMENTED = (
     openai_completions.CompletionRequest,

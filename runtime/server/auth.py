@@ -8,7 +8,7 @@ import hmac
 from collections.abc import Iterable
 
 from llmserve.runtime.config import Secrets, ServerArgs
-from llmserve.runtime.tokenizer_manager import RequestError
+from llmserve.runtime.request_error import RequestError
 
 OPEN_PATHS = frozenset({"/health"})
 ADMIN_PATHS = frozenset(

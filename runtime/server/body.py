@@ -7,7 +7,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmserve.runtime.tokenizer_manager import RequestError
+from llmserve.runtime.request_error import RequestError
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<f
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> RequestError:
     """A request that can never be served as it is: status 400."""
-    return RequestError(400, message, param=param, type="invalid_request_error", code=code)
+    return RequestError(400, message, param=param, code=code)
 
 
 async def read_json(request: Request, kind: type[T]) -> T:
@@ -36,7 +36,6 @@ async def read_json(request: Request, kind: type[T]) -> T:
         raise RequestError(
             415,
             "the body must be JSON: send it with the header `Content-Type: application/json`",
-            type="invalid_request_error",
             code="unsupported_content_type",
         )
     return _decoded(await request.body(), kind)

@@ -5,8 +5,9 @@ import time
 
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.tokenizer import Tokenizer
-from llmserve.runtime.tokenizer_manager import RequestError, TokenizerManager
+from llmserve.runtime.tokenizer_manager import TokenizerManager
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,6 @@ class Context:
                 404,
                 f"the model {name!r} is not served here; served: {served}",
                 param="model",
-                type="invalid_request_error",
                 code="model_not_found",
             )
         return name

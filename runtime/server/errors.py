@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.runtime.messages import FinishReason
-from llmserve.runtime.tokenizer_manager import RequestError
+from llmserve.runtime.request_error import RequestError
 
 
 class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):

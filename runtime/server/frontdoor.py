@@ -10,9 +10,9 @@ from types import TracebackType
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.server.auth import KeyPolicy
 from llmserve.runtime.server.errors import error_response, unexpected
-from llmserve.runtime.tokenizer_manager import RequestError
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmserve.runtime.messages import StrRow
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.server.errors import error_json, error_response, finish_error, unexpected
-from llmserve.runtime.tokenizer_manager import RequestError
 
 log = logging.getLogger(__name__)
 

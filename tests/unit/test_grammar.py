@@ -7,7 +7,7 @@ import pytest
 
 from llmserve.runtime.grammar import MAX_LENGTH, constraint_of, grammar_of
 from llmserve.runtime.messages import Constraint
-from llmserve.runtime.validation import RequestError
+from llmserve.runtime.request_error import RequestError
 
 
 def refusal(kind: str, text: str) -> str:

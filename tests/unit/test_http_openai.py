@@ -12,8 +12,8 @@ from http_app import MODEL, App, make_tokenizer
 
 from fake_tokenizer_manager import Script
 from llmserve.runtime.messages import FILL_CONTEXT, UNSEEDED, EmbeddingReqInput, FinishReason
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.tokenizer import Tokenizer
-from llmserve.runtime.tokenizer_manager import RequestError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]

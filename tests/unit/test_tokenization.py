@@ -19,9 +19,9 @@ from llmserve.runtime.messages import (
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
 )
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.tokenization import Tokenization
 from llmserve.runtime.tokenizer import Tokenizer
-from llmserve.runtime.validation import RequestError
 
 TOKENIZER = Tokenizer(small_tokenizers.byte_level(), {}, {})
 MAX_MODEL_LEN = 100

@@ -39,8 +39,9 @@ from llmserve.runtime.messages import (
     TokenizedGenerateReqInput,
 )
 from llmserve.runtime.ports import PortArgs, ipc_address
+from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.tokenizer import Tokenizer
-from llmserve.runtime.tokenizer_manager import RequestError, TokenizerManager
+from llmserve.runtime.tokenizer_manager import TokenizerManager
 from llmserve.runtime.wire import Pull, Push
 
 TOKENIZER = Tokenizer(small_tokenizers.byte_level(), {}, {})
