@@ -109,6 +109,10 @@ class Stack:
         The registry still says "starting": who takes the requests says `announce_ready` once it does.
         """
         self._failure = asyncio.get_running_loop().create_future()
+        if hub.local_path(self.args.model) is not None and alone(self.args):
+            # The children import while we read the checkpoint's config: most of the time of a start is theirs. So they
+            # start now, before another task of ours does anything.
+            self._spawn_all()
         starting = asyncio.create_task(self._start())
         try:
             first: list[asyncio.Future[Any]] = [starting, self._failure]
@@ -127,16 +131,12 @@ class Stack:
         self.instance.update(
             host=args.host, port=args.port, model=args.model, served_model_names=args.served_model_names
         )
-        early = hub.local_path(args.model) is not None and alone(args)
-        if early:
-            # The children import while we read the checkpoint's config: most of the time of a start is theirs.
-            self._spawn_all()
         self.checkpoint = await in_thread(hub.resolve, args.model, args.load_format)
         config = self.checkpoint.config
         if not alone(args):
             check_split(args, config)
             check_ports(args)
-        if not early:
+        if not self._children:
             self._spawn_all()
         log.info("found model path=%s", self.checkpoint.path)
         self.observer.stage("model", f"{self.checkpoint.name} ({config.model_type}, {self.checkpoint.format})")
