@@ -7,10 +7,10 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from llmserve.runtime.messages import PROTOCOL_VERSION, SchedulerMetrics
-from llmserve.runtime.metrics import CONTENT_TYPE, exposition
 from llmserve.runtime.server.body import json_response
 from llmserve.runtime.server.context import Context
 from llmserve.runtime.server.openapi import operation
+from llmserve.runtime.server.prometheus import CONTENT_TYPE, exposition
 from llmserve.runtime.tokenizer_manager import TokenizerManager
 
 

@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llmserve.runtime.histogram import Recorder, added, buckets
 from llmserve.runtime.messages import Histogram, HttpMetrics, ProcessInfo, SchedulerMetrics
-from llmserve.runtime.metrics import CONTENT_TYPE, FrontMetrics, exposition
+from llmserve.runtime.metrics import FrontMetrics
+from llmserve.runtime.server.prometheus import CONTENT_TYPE, exposition
 
 SCHEDULER: dict[str, Any] = {
     **{"time": 1.0, "dp_rank": 0, "state": "ready", "weight_version": 2, "uptime_s": 60.0, "steps_total": 11},
