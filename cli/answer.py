@@ -14,6 +14,7 @@ import typer
 from llmserve.cli.common import CommandError, ExitCode
 from llmserve.cli.console import CONTROL_PICTURES, Console
 from llmserve.cli.patience import Patience
+from llmserve.runtime.listener import url_of
 
 if TYPE_CHECKING:
     import httpx
@@ -83,7 +84,7 @@ class Answer:
         self.seconds = 0.0
         self._console = console
         self._record = record
-        self._url = f"{base_url(record)}{route}"
+        self._url = f"{url_of(record.host, record.port)}{route}"
         self._body = {k: v for k, v in body.items() if v is not None}
         self._body |= {"model": record.served_model_names[0], "stream": True, "stream_options": {"include_usage": True}}
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -165,12 +166,6 @@ def piped(console: Console) -> str:
     """What is piped in, without the newline that `echo` and editors end a text with."""
     text = console.stdin.read()
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
-
-
-def base_url(record: "InstanceRecord") -> str:
-    """Where to reach an instance from this machine: one that listens on every address is reached over loopback."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(record.host, record.host)
-    return f"http://[{host}]:{record.port}" if ":" in host else f"http://{host}:{record.port}"
 
 
 def events(response: "httpx.Response") -> Iterator[dict[str, Any]]:

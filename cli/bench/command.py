@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmserve.cli import format
-from llmserve.cli.answer import ApiKeyFileOption, api_key, base_url
+from llmserve.cli.answer import ApiKeyFileOption, api_key
 from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
 from llmserve.cli.console import Console
+from llmserve.runtime.listener import url_of
 
 if TYPE_CHECKING:
     from llmserve.cli.bench.load import Load, Result
@@ -69,7 +70,8 @@ def bench(
     if suite:
         refuse_shape(ctx)
     if url is None:
-        url = base_url(find_instance(instance))
+        record = find_instance(instance)
+        url = url_of(record.host, record.port)
     try:
         fields = jsonlib.loads(extra)
         assert isinstance(fields, dict)
@@ -160,7 +162,7 @@ def show(console: Console, results: list["Result"]) -> None:
             f"{result.output_tokens_per_s:.1f}",
             f"{result.tokens_per_s:.1f}",
             format.percent(result.cached_tokens, result.prompt_tokens),
-            *(seconds(value) for value in (ttft.p50, ttft.p95, ttft.p99, itl.p50, e2e.p50)),
+            *(format.duration(value) for value in (ttft.p50, ttft.p95, ttft.p99, itl.p50, e2e.p50)),
             str(sum(result.errors.values())),
         ]
         rows.append([result.load.name, *numbers])
@@ -169,11 +171,9 @@ def show(console: Console, results: list["Result"]) -> None:
         for error, times in result.errors.items():
             console.error(f"{result.load.name}: {format.plural(times, 'request')} failed: {error}")
         if result.cpu_share > 0.5:
-            console.note(f"{result.load.name}: the load generator itself took {100 * result.cpu_share:.0f}% of a core")
-
-
-def seconds(value: float | None) -> str:
-    return "-" if value is None else format.duration(value)
+            console.note(
+                f"{result.load.name}: the load generator itself took {format.share(result.cpu_share)} of a core"
+            )
 
 
 def as_json(result: "Result") -> dict[str, Any]:

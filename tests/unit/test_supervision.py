@@ -6,10 +6,9 @@ import threading
 import msgspec
 import pytest
 
-from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.launch import in_thread, made_progress
+from llmserve.runtime.listener import url_of
 from llmserve.runtime.messages import SchedulerMetrics
-from llmserve.runtime.serve import address_of
 
 BEFORE = SchedulerMetrics(
     time=100.0,
@@ -88,4 +87,4 @@ def test_an_abandoned_thread_holds_nothing_up() -> None:
     ],
 )
 def test_the_address_that_is_shown_can_be_typed(host: str, url: str) -> None:
-    assert address_of(ServerArgs(model="m", host=host, port=8000)) == url
+    assert url_of(host, 8000) == url
