@@ -1,8 +1,10 @@
-"""How numbers are written for people. Plain functions; nothing here knows what is measured."""
+"""Numbers formatted for people: durations, sizes, counts and shares, whatever they measure."""
 
 
-def duration(seconds: float) -> str:
-    """A time at the precision that one reads at a glance: 850us, 12ms, 3.4s, 2m05s, 3h20m, 4d02h."""
+def duration(seconds: float | None) -> str:
+    """A duration at the precision that one reads at a glance: 850us, 12ms, 3.4s, 2m05s, 3h20m, 4d02h; "-" for None."""
+    if seconds is None:
+        return "-"
     if seconds <= 0:
         return "0s"
     if seconds < 0.001:
@@ -31,7 +33,7 @@ def size(count: float) -> str:
 
 
 def number(count: float) -> str:
-    """A count in a few characters: 999, 12.3k, 4.5M."""
+    """A count in at most five characters: 999, 12.3k, 4.5M."""
     for limit, unit in ((1e3, ""), (1e6, "k"), (1e9, "M")):
         if abs(count) < limit * 0.9995:
             scaled = count / (limit / 1e3)
@@ -39,9 +41,14 @@ def number(count: float) -> str:
     return f"{count / 1e9:.1f}G"
 
 
+def share(fraction: float | None) -> str:
+    """A fraction in percent: 0.5 is 50%; "-" for None."""
+    return "-" if fraction is None else f"{100 * fraction:.0f}%"
+
+
 def percent(part: float, whole: float) -> str:
-    """`part` of `whole` in percent; "-" where there is no whole."""
-    return f"{100 * part / whole:.0f}%" if whole else "-"
+    """`part` of `whole` in percent; "-" where `whole` is 0."""
+    return share(part / whole if whole else None)
 
 
 def plural(count: int, noun: str) -> str:
@@ -50,7 +57,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """The seconds in `90`, `30s`, `5m`, `2h`, `1d` or `500ms`. Raises ValueError with what was expected."""
+    """Parses `90`, `30s`, `5m`, `2h`, `1d` or `500ms` into seconds. Raises ValueError that says what was expected."""
     units = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
     digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
     unit = text[len(digits) :] or "s"

@@ -79,7 +79,7 @@ def row(listed: Listed, several: bool, show_text: bool) -> list[str]:
         str(info.cached_tokens),
         f"{info.output_tokens}/{info.max_new_tokens}",
         f"{info.tokens_per_s:.1f}",
-        "-" if info.ttft_s is None else format.duration(info.ttft_s),
+        format.duration(info.ttft_s),
         info.user or "-",
     ]
     return [*cells, info.text] if show_text else cells

@@ -1,4 +1,4 @@
-"""What a load is, how it is put on a server, and what is counted of it."""
+"""Loads: what requests a benchmark sends, sending them to a server, and the statistics of the answers."""
 
 import asyncio
 import random
@@ -10,82 +10,23 @@ import msgspec
 
 from llmserve.cli.bench.client import Answer, Request
 
-WORDS = [
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "man",
-    "thing",
-    "woman",
-    "life",
-    "child",
-    "world",
-    "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-    "problem",
-    "hand",
-    "part",
-    "place",
-    "case",
-    "week",
-    "company",
-    "system",
-    "program",
-    "question",
-    "work",
-    "government",
-    "number",
-    "night",
-    "point",
-    "home",
-    "water",
-    "room",
-    "mother",
-    "area",
-    "money",
-    "story",
-    "fact",
-    "month",
-    "lot",
-    "right",
-    "study",
-    "book",
-    "eye",
-    "job",
-    "word",
-    "business",
-    "issue",
-    "side",
-    "kind",
-    "head",
-    "house",
-    "service",
-    "friend",
-    "father",
-    "power",
-    "hour",
-    "game",
-    "line",
-    "end",
-    "member",
-    "law",
-    "car",
-]
+NOUNS = """
+time year people way day man thing woman life child world school state family student group country problem hand
+part place case week company system program question work government number night point home water room mother area
+money story fact month lot right study book eye job word business issue side kind head house service friend father
+power hour game line end member law car
+"""
+WORDS = NOUNS.split()
+"""What prompts are made of: common English words, most of them one token in any vocabulary."""
 WARM_UP = 2
 WARM_UP_TOKENS = 8
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """`requests` prompts of `input_words` words, of which the first `shared` share is the same in all.
+    """`requests` prompts of `input_words` words each, of which the first fraction `shared` is the same in all.
 
-    Sent by `concurrency` clients, each asking again as soon as it is answered; or, with a `rate`, at random times with
-    so many a second on average (Poisson arrivals), however many are under way.
+    Without `rate` the load is closed: `concurrency` clients, each sending its next request when the last is answered.
+    With `rate` it is open: Poisson arrivals, `rate` a second on average, however many are under way.
     """
 
     name: str = "bench"
@@ -105,7 +46,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return [" ".join([*prefix, *words(rng, self.input_words - common)]) for _ in range(self.requests)]
 
     def warm_up(self) -> list[str]:
-        """Prompts of the same length that have nothing in common with the others."""
+        """Prompts of the same length that share no prefix with the measured ones."""
         rng = random.Random(f"warm-up {self.seed}")
         return [" ".join(words(rng, self.input_words)) for _ in range(WARM_UP)]
 
@@ -120,7 +61,7 @@ SUITE = (
 
 
 def standard_loads(seed: int, stream: bool) -> tuple[Load, ...]:
-    """The standard loads, each with prompts of its own: none finds in the cache what another one has sent."""
+    """The standard loads W1 to W5, each with its own seed, so that none finds the prompts of another in the cache."""
     return tuple(
         msgspec.structs.replace(load, seed=seed * len(SUITE) + number, stream=stream)
         for number, load in enumerate(SUITE)
@@ -128,7 +69,7 @@ def standard_loads(seed: int, stream: bool) -> tuple[Load, ...]:
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
-    """In seconds; None where there is nothing to take them of."""
+    """Seconds; None where nothing was observed."""
 
     p50: float | None
     p95: float | None
@@ -136,7 +77,7 @@ class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What one load came to. `cpu_share` is the part of one core that the load generator itself took."""
+    """The statistics of one load. `cpu_share` is the fraction of one core that the load generator itself used."""
 
     load: Load
     ok: int
@@ -163,7 +104,7 @@ async def put(
     timeout_s: float,
     on_answer: Callable[[], None],
 ) -> Result:
-    """Warms the server up, puts the load on it, and counts. `on_answer` is called at each answer."""
+    """Warms the server up, sends the load and returns its statistics. `on_answer` is called after each answer."""
     request = Request(url, headers, timeout_s)
     body = {"model": model, "max_tokens": load.output_tokens, "temperature": 0.0, "ignore_eos": True}
     if load.stream:
@@ -217,7 +158,7 @@ def count(load: Load, answers: list[Answer], seconds: float, cpu_s: float) -> Re
 
 
 def quantiles(values: list[float]) -> Quantiles:
-    """The smallest values that so many percent of all do not exceed."""
+    """p50, p95 and p99 by the nearest-rank method."""
     ranked = sorted(values)
 
     def at(percent: int) -> float | None:

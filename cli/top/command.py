@@ -221,9 +221,9 @@ def line_of(snapshot: "Snapshot") -> str:
         "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
         "requests_per_s": round(load.requests_per_s, 2),
         "kv_used": format.percent(cache.used, cache.total),
-        "hit_rate": "-" if cache.hit_rate is None else format.percent(cache.hit_rate, 1),
-        "ttft_p50": "-" if latency.ttft.p50 is None else format.duration(latency.ttft.p50),
-        "itl_p50": "-" if latency.itl.p50 is None else format.duration(latency.itl.p50),
+        "hit_rate": format.share(cache.hit_rate),
+        "ttft_p50": format.duration(latency.ttft.p50),
+        "itl_p50": format.duration(latency.itl.p50),
     }
     clock = time.strftime("%H:%M:%S", time.localtime(snapshot.time))
     return " ".join([clock, *(f"{name}={value}" for name, value in pairs.items())])

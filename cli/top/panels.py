@@ -48,8 +48,6 @@ def obstacle(frame: Frame) -> str:
 def cache(frame: Frame, width: int) -> list[Line]:
     cache = frame.s.cache
     high = cache.total and cache.used >= FULL * cache.total
-    window = "-" if cache.hit_rate is None else f"{100 * cache.hit_rate:.0f}%"
-    lifetime = "-" if cache.hit_rate_lifetime is None else f"{100 * cache.hit_rate_lifetime:.0f}%"
     lost = cache.retractions_last_minute
     asked = f", {cache.asked_retractions} asked for" if cache.asked_retractions else ""
     return [
@@ -65,9 +63,9 @@ def cache(frame: Frame, width: int) -> list[Line]:
         ],
         [
             ("hit rate ", "dim"),
-            (window, ""),
+            (format.share(cache.hit_rate), ""),
             (" last minute, ", "dim"),
-            (lifetime, ""),
+            (format.share(cache.hit_rate_lifetime), ""),
             (" since the start", "dim"),
         ],
         [
@@ -87,7 +85,7 @@ def cache_line(frame: Frame) -> list[Line]:
     line: Line = [("kv ", "dim"), *frame.bar(min(24, max(6, frame.width - 14)))]
     line += [(f" {format.percent(cache.used, cache.total)}", "bad" if high else "")]
     line += [(f" {frame.glyphs.alert} high" if high else "", "bad"), ("  hit ", "dim")]
-    line += [("-" if cache.hit_rate is None else f"{100 * cache.hit_rate:.0f}%", "")]
+    line += [(format.share(cache.hit_rate), "")]
     return [line]
 
 
@@ -97,7 +95,7 @@ def latency(frame: Frame, width: int) -> list[Line]:
     lines = [frame.title("Latency", window, width)]
     lines.append([(f"{'':7}{'p50':>8}{'p95':>8}{'p99':>8}{'count':>8}", "dim")])
     for name, values in latencies(frame):
-        cells = "".join(f"{seconds(value):>8}" for value in (values.p50, values.p95, values.p99))
+        cells = "".join(f"{format.duration(value):>8}" for value in (values.p50, values.p95, values.p99))
         lines.append([(f"{name:7}", "dim"), (cells, ""), (f"{format.number(values.count):>8}", "dim")])
     return lines
 
@@ -106,7 +104,7 @@ def latency_lines(frame: Frame) -> list[Line]:
     """p50 and p95 in one line, for small screens."""
     line: Line = [("p50/p95", "dim")]
     for name, values in latencies(frame):
-        line += [(f"  {name} ", "dim"), (f"{seconds(values.p50)}/{seconds(values.p95)}", "")]
+        line += [(f"  {name} ", "dim"), (f"{format.duration(values.p50)}/{format.duration(values.p95)}", "")]
     return [line]
 
 
@@ -135,7 +133,7 @@ def replicas(frame: Frame) -> list[Line]:
 def waits(frame: Frame) -> list[Line]:
     """How long each rank waits for the others, where there are several and there is no room for the processes."""
     ranks = [process for process in frame.s.processes if process.bubble is not None]
-    items: list[Line] = [[(f"{place(frame, rank)} ", "dim"), (waited(rank.bubble), "")] for rank in ranks]
+    items: list[Line] = [[(f"{place(frame, rank)} ", "dim"), (format.share(rank.bubble), "")] for rank in ranks]
     return packed("waits", items, frame.width)
 
 
@@ -165,7 +163,7 @@ def processes(frame: Frame, width: int) -> list[Line]:
             [
                 (f"{name:{first}}{process.pid:>8}", ""),
                 (f"{format.size(process.rss_bytes):>9}{process.cpu_percent:>5.0f}%", ""),
-                (f"{waited(process.bubble):>5}" if staged else "", ""),
+                (f"{format.share(process.bubble):>5}" if staged else "", ""),
                 (f"{heard:>6}", "bad" if late else ""),
                 (f"{format.number(process.dropped_messages):>5}", "warn" if process.dropped_messages else "dim"),
                 (f" {frame.glyphs.alert} late" if late else "", "bad"),
@@ -181,11 +179,3 @@ def processes(frame: Frame, width: int) -> list[Line]:
             ]
         )
     return lines
-
-
-def seconds(value: float | None) -> str:
-    return "-" if value is None else format.duration(value)
-
-
-def waited(bubble: float | None) -> str:
-    return "-" if bubble is None else f"{100 * bubble:.0f}%"

@@ -32,7 +32,7 @@ COLUMNS = (
     Column("CACHED", 7, 6, lambda r: format.number(r.cached_tokens), lambda r: r.cached_tokens),
     Column("OUTPUT", 11, 2, lambda r: output_of(r), lambda r: r.output_tokens),
     Column("TOK/S", 6, 4, lambda r: f"{r.tokens_per_s:.1f}", lambda r: r.tokens_per_s),
-    Column("TTFT", 6, 7, lambda r: "-" if r.ttft_s is None else format.duration(r.ttft_s), lambda r: r.ttft_s or 0.0),
+    Column("TTFT", 6, 7, lambda r: format.duration(r.ttft_s), lambda r: r.ttft_s or 0.0),
     Column("RETR", 4, 9, lambda r: str(r.retractions), lambda r: r.retractions),
     Column("USER", 10, 8, lambda r: printable(r.user) or "-", lambda r: r.user, right=False, descending=False),
 )

@@ -7,6 +7,7 @@ from llmserve.cli.console import printable
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
+        (None, "-"),
         (0, "0s"),
         (0.00085, "850us"),
         (0.0042, "4.2ms"),
@@ -17,7 +18,7 @@ from llmserve.cli.console import printable
         (86400 * 4 + 7300, "4d02h"),
     ],
 )
-def test_duration(seconds: float, text: str) -> None:
+def test_duration(seconds: float | None, text: str) -> None:
     assert format.duration(seconds) == text
 
 
@@ -33,6 +34,16 @@ def test_size(count: int, text: str) -> None:
 )
 def test_number(count: float, text: str) -> None:
     assert format.number(count) == text
+
+
+@pytest.mark.parametrize(("fraction", "text"), [(None, "-"), (0.0, "0%"), (0.377, "38%"), (1.0, "100%")])
+def test_share(fraction: float | None, text: str) -> None:
+    assert format.share(fraction) == text
+
+
+@pytest.mark.parametrize(("part", "whole", "text"), [(3, 4, "75%"), (1, 0, "-")])
+def test_percent(part: int, whole: int, text: str) -> None:
+    assert format.percent(part, whole) == text
 
 
 @pytest.mark.parametrize(
