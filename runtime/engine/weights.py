@@ -290,7 +290,7 @@ def _summary(checkpoint: Checkpoint, differences: list[str]) -> str:
 
 # ---- configs -------------------------------------------------------------------------------------------------------
 
-_IMMATERIAL = {"architecture", "dtype", "generation", "bos_token_id", "max_position_embeddings", "multimodal", "raw"}
+_IMMATERIAL = {"architecture", "dtype", "max_position_embeddings", "multimodal", "raw"}
 """Fields of a ModelConfig that may differ between the versions of one model."""
 
 

@@ -1,11 +1,14 @@
 """ModelConfig: what a decoder must know of a model, as plain data. hf_config.py reads it. Imports no torch."""
 
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from llmserve.runtime.layers.rope import RopeConfig
 
+Json = Mapping[str, Any]
+"""A JSON object, such as a parsed config.json."""
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
@@ -19,16 +22,6 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: int | None = None
     sparse: bool = False
     """Its MLP is one of experts."""
-
-
-class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint's own sampling parameters (generation_config.json); None where it says nothing."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +41,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the weights were saved in."""
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    generation: GenerationDefaults = GenerationDefaults()
     raw: bytes = b""
     """The config.json itself, for transformers; empty for our decoder."""
     multimodal: bool = False

@@ -3,24 +3,25 @@
 A family is a configuration of the one decoder, not a class of its own. The names are transformers' model types.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, cast, get_args
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.layers.rope import RopeConfig, RopeType
-from llmserve.runtime.models.configs import LayerConfig
+from llmserve.runtime.layers.rope import RopeConfig
+from llmserve.runtime.models.configs import Json, LayerConfig
+from llmserve.runtime.models.hf_rope import make_rope, read_rope
 
-Json = Mapping[str, Any]
 MAX_EXPERTS = 4096
 
 
 class Family(msgspec.Struct, frozen=True):
-    """`read` turns a config.json with the family's defaults filled in into the fields of ModelConfig that are its own.
+    """How one model type is read.
 
-    It returns None when the model needs something that our decoder does not have.
+    `read(config, common)` gives the fields of ModelConfig that differ between families, from a config.json with
+    `defaults` filled in and the fields that all families have (hf_config.py). It returns None when the model needs
+    something that our decoder does not have.
     """
 
     read: Callable[[Json, Json], dict[str, Any] | None]
@@ -28,7 +29,7 @@ class Family(msgspec.Struct, frozen=True):
 
 
 def _llama(config: Json, common: Json) -> dict[str, Any] | None:
-    rope = _one_rope(config, common)
+    rope = read_rope(config, common)
     if rope is None or config["hidden_act"] != "silu":
         return None
     window = config.get("sliding_window")
@@ -166,14 +167,22 @@ def _gemma(config: Json, common: Json) -> dict[str, Any] | None:
 
 
 def _gemma_ropes(config: Json, common: Json) -> dict[str, RopeConfig | None]:
-    """Gemma 3 rotates its sliding layers with another base; the older ones have one rotary embedding."""
+    """The rotary embedding of each type of layer: gemma 3 has another base frequency for its sliding layers."""
     parameters = config.get("rope_parameters") or {}
     if config["model_type"] != "gemma3_text":
-        rope = _one_rope(config, common)
+        rope = read_rope(config, common)
         return {"sliding_attention": rope, "full_attention": rope}
     full = {**(config.get("rope_scaling") or {}), **(parameters.get("full_attention") or {})}
     local = {"rope_theta": config["rope_local_base_freq"], **(parameters.get("sliding_attention") or {})}
-    return {"sliding_attention": _rope(config, common, local), "full_attention": _rope(config, common, full)}
+    return {"sliding_attention": make_rope(config, common, local), "full_attention": make_rope(config, common, full)}
+
+
+def _layer_types(config: Json, sliding: Callable[[int], bool]) -> list[bool]:
+    """Which layers have the sliding window: as `layer_types` lists it, else by the family's rule."""
+    count = config["num_hidden_layers"]
+    if config.get("layer_types"):
+        return [kind == "sliding_attention" for kind in config["layer_types"]][:count]
+    return [sliding(i) for i in range(count)]
 
 
 _COMMON = {
@@ -192,7 +201,6 @@ _LLAMA = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
-    "bos_token_id": 1,
     "eos_token_id": 2,
 }
 _QWEN = {
@@ -221,7 +229,6 @@ _GEMMA = {
     "max_position_embeddings": 8192,
     "attention_bias": False,
     "tie_word_embeddings": True,
-    "bos_token_id": 2,
     "eos_token_id": 1,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
@@ -300,7 +307,6 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": None,
             "no_rope_layers": None,
             "no_rope_layer_interval": 4,
-            "bos_token_id": 128000,
             "eos_token_id": 128001,
         },
     ),
@@ -314,9 +320,7 @@ FAMILIES: dict[str, Family] = {
             "attention_multiplier": 1.0,
         },
     ),
-    "olmo2": Family(
-        _olmo2, {**_LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279}
-    ),
+    "olmo2": Family(_olmo2, {**_LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279}),
     "gemma": Family(
         _gemma,
         {
@@ -342,75 +346,3 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
-
-
-# ---- rotary embeddings ----------------------------------------------------------------------------------------------
-
-
-def _rope(config: Json, common: Json, parameters: Json) -> RopeConfig | None:
-    """The RopeConfig of `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before).
-
-    None for an unknown type. The defaults are those of transformers' modeling_rope_utils.py.
-    """
-    name = parameters.get("rope_type") or parameters.get("type") or "default"
-    if name == "su" or (config["model_type"] == "phi3" and name == "yarn"):
-        name = "longrope"
-    if name == "dynamic":
-        name = "default"  # which it is up to max_position_embeddings, and longer sequences are not served
-    if name not in get_args(RopeType):
-        return None
-    kind = cast(RopeType, name)
-    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-    original = (
-        config.get("original_max_position_embeddings")
-        or parameters.get("original_max_position_embeddings")
-        or common["max_position_embeddings"]
-    )
-    factor = parameters.get("factor") or common["max_position_embeddings"] / original
-    theta = float(parameters.get("rope_theta") or config["rope_theta"])
-    rotary_dim = int(common["head_dim"] * partial)
-    if kind == "default":
-        return RopeConfig(rotary_dim=rotary_dim, theta=theta)
-    return RopeConfig(
-        type=kind,
-        rotary_dim=rotary_dim,
-        theta=theta,
-        factor=float(factor),
-        original_max_position_embeddings=0 if kind == "linear" else original,
-        low_freq_factor=parameters.get("low_freq_factor", 1.0),
-        high_freq_factor=parameters.get("high_freq_factor", 4.0),
-        beta_fast=parameters.get("beta_fast") or 32.0,
-        beta_slow=parameters.get("beta_slow") or 1.0,
-        truncate=parameters.get("truncate", True),
-        attention_factor=_attention_factor(kind, parameters, factor, original),
-        short_factor=tuple(parameters.get("short_factor", ())),
-        long_factor=tuple(parameters.get("long_factor", ())),
-    )
-
-
-def _attention_factor(kind: str, parameters: Json, factor: float, original: int) -> float:
-    if kind not in ("yarn", "longrope"):
-        return 1.0
-    if parameters.get("attention_factor") is not None:
-        return float(parameters["attention_factor"])
-    if kind == "longrope":
-        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return mscale(parameters["mscale"]) / mscale(parameters["mscale_all_dim"])
-    return mscale(1.0)
-
-
-def _one_rope(config: Json, common: Json) -> RopeConfig | None:
-    return _rope(config, common, config.get("rope_parameters") or config.get("rope_scaling") or {})
-
-
-def _layer_types(config: Json, sliding: Callable[[int], bool]) -> list[bool]:
-    """Which layers have the sliding window: as `layer_types` lists it, else by the family's rule."""
-    count = config["num_hidden_layers"]
-    if config.get("layer_types"):
-        return [kind == "sliding_attention" for kind in config["layer_types"]][:count]
-    return [sliding(i) for i in range(count)]

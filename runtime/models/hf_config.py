@@ -3,23 +3,21 @@
 A model type without a family gets only the general facts and runs through transformers' own modules. Imports no torch.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.models.configs import GenerationDefaults, ModelConfig
+from llmserve.runtime.models.configs import Json, ModelConfig
 from llmserve.runtime.models.families import FAMILIES
 
-Json = Mapping[str, Any]
 MAX_LAYERS = 4096
 
 
 def parse_config(config: Json, generation: Json | None = None) -> ModelConfig:
-    """The ModelConfig of a config.json and, if there is one, a generation_config.json.
+    """The ModelConfig of a config.json. Of a generation_config.json only `eos_token_id` counts, before the config's.
 
-    Raises ConfigError for what cannot be served.
+    Raises ConfigError for a model that cannot be served.
     """
     try:
         model = _parse(config, generation or {})
@@ -64,8 +62,6 @@ def _parse(config: Json, generation: Json) -> ModelConfig:
         "dtype": _dtype(_first(known, "dtype", "torch_dtype") or _first(config, "dtype", "torch_dtype")),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", known.get("tie_word_embeddings", True))),
         "eos_token_ids": stop,
-        "bos_token_id": next(iter(_ids(config.get("bos_token_id", known.get("bos_token_id")))), None),
-        "generation": _generation_defaults(generation),
         "multimodal": text is not config,
     }
     if not 1 <= common["num_layers"] <= MAX_LAYERS:
@@ -109,10 +105,3 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 def _dtype(name: str | None) -> str:
     return name if name in ("bfloat16", "float16", "float32") else "bfloat16"
-
-
-def _generation_defaults(generation: Json) -> GenerationDefaults:
-    names = GenerationDefaults.__struct_fields__
-    return msgspec.convert(
-        {name: generation[name] for name in names if generation.get(name) is not None}, GenerationDefaults, strict=False
-    )

@@ -64,7 +64,7 @@ class App:
             **{"architecture": "LlamaForCausalLM", "model_type": "llama", "implementation": "decoder"},
             **{"vocab_size": tokenizer.vocab_size, "hidden_size": 8, "num_layers": 1, "num_heads": 1},
             **{"num_kv_heads": 1, "head_dim": 8, "max_position_embeddings": 512, "dtype": "float32"},
-            **{"tie_word_embeddings": True, "eos_token_ids": (1,), "bos_token_id": None},
+            **{"tie_word_embeddings": True, "eos_token_ids": (1,)},
         )
         checkpoint = Checkpoint(
             path="/m/tiny", format="safetensors", name=MODEL, tokenizer_dir="/m/tiny", config=config

@@ -34,7 +34,6 @@ CONFIG = ModelConfig(
     dtype="float32",
     tie_word_embeddings=True,
     eos_token_ids=(1,),
-    bos_token_id=None,
 )
 
 

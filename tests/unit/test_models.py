@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoints import FAMILIES, make_tiny
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.models.configs import GenerationDefaults
 from llmserve.runtime.models.decoder import Decoder
 from llmserve.runtime.models.families import FAMILIES as KNOWN_FAMILIES
 from llmserve.runtime.models.hf_config import parse_config
@@ -274,9 +273,6 @@ def test_attention_scale_and_stop_tokens(tmp_path: Path) -> None:
     assert parse_config(config).attention_scale == 0.125
     assert parse_config(config).eos_token_ids == (7,)
     assert parse_config(config, {"eos_token_id": [9, 8]}).eos_token_ids == (9, 8)
-    assert parse_config(config, {"temperature": 1, "top_k": 40}).generation == GenerationDefaults(
-        temperature=1.0, top_k=40
-    )
 
 
 @pytest.mark.parametrize(
