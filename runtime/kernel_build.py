@@ -35,18 +35,16 @@ class BuildError(Exception):
 
 
 def built_library(directory: Path | None = None) -> Path:
-    """The library for these sources, CPU and compiler, built into `directory` if there is none. Raises BuildError.
+    """The library for these sources and this CPU, built into `directory` if there is none. Raises BuildError.
 
-    By default one that set-up has built is taken where there is one, and the user's cache is where it is built.
+    By default one that set-up has built is taken where there is one, and the user's cache is where it is built. A
+    library that is there needs no compiler, as in an image that leaves behind what it was built with.
     """
     cpu_flags = _cpu_flags()
     missing = NEEDED_CPU_FLAGS - cpu_flags
     if missing:
         raise BuildError(f"the CPU lacks {', '.join(sorted(missing))}")
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
-        raise BuildError("there is no C++ compiler (g++, c++ or clang++)")
-    name = f"{_digest(compiler, cpu_flags)}.so"
+    name = f"{_digest(cpu_flags)}.so"
     if directory is None:
         prepared = environment_directory() / name
         if _use(prepared):
@@ -59,7 +57,7 @@ def built_library(directory: Path | None = None) -> Path:
         with open(library.with_name("lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _use(library):
-                _compile(compiler, cpu_flags, library)
+                _compile(_compiler(), cpu_flags, library)
                 _remove_unused(library.parent)
     except OSError as error:
         raise BuildError(f"the kernels have nowhere to be built: {error}") from error
@@ -107,6 +105,13 @@ def _remove_unused(directory: Path) -> None:
         library.unlink()
 
 
+def _compiler() -> str:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise BuildError("there is no C++ compiler (g++, c++ or clang++)")
+    return compiler
+
+
 def _compile(compiler: str, cpu_flags: frozenset[str], library: Path) -> None:
     unfinished = library.with_suffix(".unfinished")
     command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(unfinished)]
@@ -115,7 +120,7 @@ def _compile(compiler: str, cpu_flags: frozenset[str], library: Path) -> None:
         done = run_tethered(command, BUILD_TIMEOUT_S)
         if done.returncode != 0:
             raise BuildError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
-        if _digest(compiler, cpu_flags) != library.stem:
+        if _digest(cpu_flags) != library.stem:
             raise BuildError("their sources changed while they were compiled")
         unfinished.replace(library)
     except subprocess.TimeoutExpired as error:
@@ -124,8 +129,8 @@ def _compile(compiler: str, cpu_flags: frozenset[str], library: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _digest(compiler: str, cpu_flags: frozenset[str]) -> str:
-    return hashlib.sha256(repr((compiler, FLAGS, sorted(cpu_flags), source_digest())).encode()).hexdigest()[:16]
+def _digest(cpu_flags: frozenset[str]) -> str:
+    return hashlib.sha256(repr((FLAGS, sorted(cpu_flags), source_digest())).encode()).hexdigest()[:16]
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -153,7 +153,8 @@ def test_a_mask_leaves_its_tokens_alone(size: int) -> None:
 
 def test_without_a_compiler_the_reason_is_said_and_torch_computes(tmp_path: Path) -> None:
     script = (
-        "import torch; from llmserve.runtime import ops\n"
+        "import torch; from pathlib import Path; from llmserve.runtime import kernel_build, ops\n"
+        f"kernel_build.environment_directory = lambda: Path({str(tmp_path)!r})\n"
         "w = ops.PackedWeight(torch.eye(4)); assert not w.panels\n"
         "assert torch.equal(ops.linear(torch.ones(1, 4), w), torch.ones(1, 4))\n"
     )
@@ -227,7 +228,9 @@ def test_the_libraries_that_were_used_last_stay(tmp_path: Path, monkeypatch: pyt
     assert set(kernels.glob("*.so")) == {first, second, *others[: kernel_build.KEPT - 2]}
 
 
-def test_a_library_that_set_up_built_needs_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_set_up_built_needs_no_cache_and_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "kernels.cpp").write_text("int answer;\n")
     monkeypatch.setattr(kernel_build, "SOURCES", tmp_path / "csrc")
@@ -235,5 +238,7 @@ def test_a_library_that_set_up_built_needs_no_cache(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     prepared = kernel_build.built_library(kernel_build.environment_directory())
     assert prepared.parent == tmp_path / "environment"
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
     assert kernel_build.built_library() == prepared
     assert not (tmp_path / "cache").exists()
