@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmserve.runtime.engine.weights import FUSED
+from llmserve.runtime.engine.tensor_names import FUSED
 from llmserve.runtime.models.hf_config import parse_config
 from llmserve.runtime.models.registry import build_model
 

@@ -6,7 +6,6 @@ the old weights back.
 """
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from llmserve.runtime.config import ConfigError
 from llmserve.runtime.distributed.groups import Topology
 from llmserve.runtime.engine.checkpoint import Source, open_source
 from llmserve.runtime.engine.shared_source import SharedSource
+from llmserve.runtime.engine.tensor_names import model_name, split_name
 from llmserve.runtime.layers.weight import Slot, Weight
 from llmserve.runtime.models.configs import ModelConfig, TensorInfo
 from llmserve.runtime.models.gguf import GgufTensor
@@ -26,42 +26,23 @@ from llmserve.runtime.models.hub import Checkpoint, tokenizer_digest
 from llmserve.runtime.models.registry import CausalLM, build_model
 from llmserve.runtime.ops import BLOCK_FORMATS, Blocks
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Projections that some checkpoints (phi3's) hold as one tensor, and their rows in order."""
-
-_DERIVED = re.compile(r".*rotary_emb\.inv_freq")
-"""Tensors that old checkpoints hold though they follow from the config."""
-
-_EXPERTS = re.compile(r"(?P<head>.*\.mlp\.experts)\.(?P<leaf>\w+_proj)(\.weight)?")
-"""One tensor of all experts: [experts, outputs, inputs]."""
-
-_MIXTRAL = {
-    ".block_sparse_moe.": ".mlp.",
-    ".w1.": ".gate_proj.",
-    ".w2.": ".down_proj.",
-    ".w3.": ".up_proj.",
-}
-"""What mixtral's checkpoints call otherwise."""
-
-_LANGUAGE_MODEL = re.compile(r"model\.language_model\.|language_model\.model\.")
-"""How multimodal checkpoints (gemma3's) begin the names of the language model's tensors."""
-
 Progress = Callable[[int, int], None]
 """Called with (done, total) in bytes of the checkpoint."""
 
 
 class SwapCancelled(Exception):
-    """The caller of a staging went away."""
+    """The caller of stage_weights has cancelled it."""
 
 
 class _Step(NamedTuple):
-    """One tensor of the checkpoint, and the slots that its rows go to in order: none where it is another stage's."""
+    """One tensor of the checkpoint and the slots that its rows fill, in order; none if it is of another stage."""
 
     name: str
     info: TensorInfo
     dtype: torch.dtype
     formats: set[int]
-    """Of all parts of the weight that it enters: BlockFormats' numbers, 0 where a part cannot stay in blocks."""
+    """The block formats (GGML's numbers) of all tensors of the same weight; 0 for one that cannot stay in blocks.
+    """
     slots: list[Slot]
 
     @property
@@ -71,9 +52,10 @@ class _Step(NamedTuple):
 
 
 def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: Progress, topology: Topology | None = None) -> None:
-    """Fills a new model. Raises ConfigError when the checkpoint is not exactly the model's, naming what differs.
+    """Loads a checkpoint into a new model. Raises ConfigError, naming the differences, unless it has exactly the
+    model's tensors.
 
-    Of several ranks, which all call it, the first one reads.
+    With several ranks all of them must call it: rank 0 reads and broadcasts.
     """
     source: Source
     if topology is not None and topology.joined:
@@ -100,7 +82,7 @@ def weights_of(model: CausalLM) -> list[Weight]:
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """What the model's weights take in memory on this rank."""
+    """Bytes of memory that the model's weights take on this rank."""
     return sum(weight.nbytes for weight in weights_of(model))
 
 
@@ -178,7 +160,9 @@ def _load(source: Source, steps: list[_Step], progress: Progress, check: bool = 
 
 
 def _fill(source: Source, step: _Step, check: bool) -> None:
-    """Its tensor is gone when it returns: there is never more than one, and none while a weight is packed."""
+    """Reads one tensor and stages it in its slots. It is freed on return, so that at most one tensor is in memory, and
+    none while a weight is packed.
+    """
     values: Tensor | Blocks = source.read(step.name, torch.uint8 if step.info.blocks else step.dtype)
     if step.info.blocks:
         assert isinstance(values, Tensor)
@@ -193,7 +177,7 @@ def _fill(source: Source, step: _Step, check: bool) -> None:
 
 
 def _numbers(blocks: Blocks, slot: Slot, step: _Step) -> Tensor:
-    """This rank's part of a tensor that does not stay in blocks; no more of it is computed than that."""
+    """Dequantizes this rank's part of a tensor in blocks, and as little of the rest as possible."""
     from llmserve.runtime.models.gguf_tensors import dequantize
 
     part = slot.own(blocks) if slot.whole_blocks else blocks
@@ -204,9 +188,10 @@ def _numbers(blocks: Blocks, slot: Slot, step: _Step) -> Tensor:
 
 
 def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
-    """How the tensors of a checkpoint enter this rank's model, and how the checkpoint and the whole model differ.
+    """The steps that load this rank's part of the model, and the differences between the checkpoint and the whole
+    model, a line each.
 
-    All ranks read all tensors where they share them, each its own ones otherwise.
+    With a SharedSource every rank has a step for every tensor, otherwise only for its own.
     """
     own = dict(model.slots())
     slots = own if model.num_layers == model.config.num_layers else _slots_of_all_stages(model) | own
@@ -214,10 +199,10 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
     formats: dict[int, set[int]] = defaultdict(set)  # of the parts of each weight
     on_cpu = all(slot.weight.device.type == "cpu" for slot in own.values())
     for name, info in source.tensors.items():
-        own_name = _own_name(name, model.config)
+        own_name = model_name(name, model.config)
         if own_name is None:
             continue
-        parts = [own_name] if own_name in slots else _split_name(own_name, model.config)
+        parts = [own_name] if own_name in slots else split_name(own_name, model.config)
         names = [part for part in parts if part in slots]
         if not names:
             differences.append(f"{name}: the model has no such tensor")
@@ -248,39 +233,9 @@ def _slots_of_all_stages(model: CausalLM) -> dict[str, Slot]:
     return dict(build_model(model.config, model.dtype, torch.device("meta"), 1).slots())
 
 
-def _own_name(name: str, config: ModelConfig) -> str | None:
-    """The model's name for a checkpoint's tensor; None for one that is not needed."""
-    if config.multimodal:
-        prefix = _LANGUAGE_MODEL.match(name)
-        head = name.removeprefix("language_model.")
-        if prefix:
-            name = "model." + name[prefix.end() :]
-        elif head.startswith("lm_head."):
-            name = head
-        else:
-            return None
-    if config.model_type == "mixtral":
-        for theirs, ours in _MIXTRAL.items():
-            name = name.replace(theirs, ours)
-    if _DERIVED.fullmatch(name) or (config.tie_word_embeddings and name.startswith("lm_head.")):
-        return None
-    return name
-
-
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The experts' matrices one below the other, where a tensor is all of them."""
+    """The shape of a tensor of all experts with their matrices one below the other; any other shape as it is."""
     return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
-
-
-def _split_name(name: str, config: ModelConfig) -> list[str]:
-    """The names of the parts of a fused tensor; otherwise `name` alone."""
-    if experts := _EXPERTS.fullmatch(name):
-        leaves = FUSED.get(experts["leaf"], (experts["leaf"],))
-        numbers = range(config.num_experts)
-        return [f"{experts['head']}.{number}.{leaf}.weight" for number in numbers for leaf in leaves]
-    stem, _, suffix = name.rpartition(".")
-    parent, _, leaf = stem.rpartition(".")
-    return [f"{parent}.{part}.{suffix}" for part in FUSED[leaf]] if leaf in FUSED else [name]
 
 
 def _summary(checkpoint: Checkpoint, differences: list[str]) -> str:
@@ -308,7 +263,7 @@ def _config_differences(current: ModelConfig, new: ModelConfig) -> list[str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equality but for the rounding of numbers, which GGUF keeps in float32."""
+    """Equality up to rounding: GGUF stores numbers in float32."""
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-6)
     if isinstance(a, dict) and isinstance(b, dict):
