@@ -1,8 +1,8 @@
-"""The plan of one step and its result: what the scheduler and a worker say to each other.
+"""The plan of one step and its result: the interface between the scheduler and a worker.
 
-A plan carries all that a rank needs for the step and refers to no state but the KV pages, so that ranks have nothing to
-keep in step: abort, retraction and a lost request need no message to them. It is a msgspec Struct, so it travels as
-bytes in a tensor to the other ranks. Token ids and page numbers are int32 bytes.
+A plan carries everything that a rank needs for the step and refers to no state but the KV pages. So ranks keep no state
+of requests, and need no message when one is aborted, retracted or lost. Plans are msgspec Structs, which travel to
+other ranks as bytes in a tensor. Token ids and page numbers are int32 bytes.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class SampleSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     history: bytes = b""
     prompt_len: int = 0
     mask: bytes = b""
-    """Allowed tokens, a bit each, the lowest first (a grammar); empty: all."""
+    """The tokens that a grammar allows, one bit per token id, least significant first; empty: all tokens."""
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -74,7 +74,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     hidden: bytes = b""
     """float32 [hidden_size] where the plan asked for `pool`."""
     error: str = ""
-    """This row alone failed (its logits are not finite, say); the others are good."""
+    """Why this row failed while the others succeeded, for instance because its logits are not finite."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerDied(Exception):
-    """The worker, or a rank of it, is gone: no step will succeed any more."""
+    """The worker or one of its ranks is gone: no further step can succeed."""
 
 
 class StepHandle(Protocol):
@@ -94,7 +94,7 @@ class StepHandle(Protocol):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler must know of the model that its worker holds."""
+    """What the scheduler needs to know about its worker's model and KV pool."""
 
     vocab_size: int
     max_model_len: int
@@ -105,7 +105,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_page: int
     weight_bytes: int
     in_effect: dict[str, str | int] = {}
-    """What has become of the options that the worker carries out, by their names in ServerArgs."""
+    """The values in effect of options that the worker resolves (device, dtype …), by their names in ServerArgs."""
 
 
 class WeightSwap(Protocol):

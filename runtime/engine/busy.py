@@ -1,4 +1,4 @@
-"""How long a rank has been at work, and how long any rank has: the difference is what it has waited for others."""
+"""Time that a rank works on steps, and time with any step under way: the difference is its pipeline bubble."""
 
 import threading
 import time
@@ -8,10 +8,10 @@ import torch
 
 
 class BusyTime:
-    """A rank's own work, from when the stage before has delivered to the end of each step.
+    """Seconds that a rank has worked: in each step from the receipt of the previous stage's output to the end.
 
-    `begin` and `end` surround it. On CUDA, which does it later, they are marks in its stream. `seconds` may be
-    read in another thread; a step whose end CUDA has not reached counts later.
+    `begin` and `end` surround that work. On CUDA, where it is asynchronous, they record events in the stream, and a
+    step counts once its end event has been reached. `seconds` may be read from another thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class BusyTime:
 
 
 class ActiveTime:
-    """The time during which at least one step is under way."""
+    """Seconds during which at least one step was under way."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class ActiveTime:
             return self._total + (time.perf_counter() - self._since if self._count else 0.0)
 
     def enter(self) -> int:
-        """How many steps are under way with this one."""
+        """Counts a step that begins; returns how many are under way, this one included."""
         with self._lock:
             if self._count == 0:
                 self._since = time.perf_counter()

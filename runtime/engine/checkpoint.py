@@ -27,10 +27,10 @@ class Source(Protocol):
     tensors: dict[str, TensorInfo]
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The whole tensor on the CPU, in its own floating dtype or, where it has none, in `dtype`.
+        """The whole tensor on the CPU, in the file's floating dtype, or dequantized to `dtype` where it is quantized.
 
-        Of a tensor in blocks, torch.uint8 asks for these as they are: [rows, bytes of a row] (ops/blocks.py), where a
-        tensor of all experts has the rows of each one after the other.
+        torch.uint8 asks for the blocks of a quantized tensor as they are: [rows, bytes of a row] (ops/blocks.py); the
+        rows of a tensor of all experts lie expert by expert.
         Raises ConfigError when the file is damaged.
         """
         ...
@@ -75,7 +75,7 @@ class SafetensorsSource:
 def shard_paths(directory: Path) -> list[Path]:
     """The files of a safetensors checkpoint: those of its index, else all there are.
 
-    Raises ConfigError when one is missing, or lies outside the directory, be it by name or through a symbolic link.
+    Raises ConfigError when one is missing, or lies outside the directory, by its name or through a symbolic link.
     """
     index = directory / "model.safetensors.index.json"
     if index.is_file():

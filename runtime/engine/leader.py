@@ -1,7 +1,7 @@
-"""The first of several ranks: the scheduler's Worker, which tells the others what to do (ranks.py).
+"""The scheduler's Worker on rank 0 of several ranks, which makes the other ranks do the same (ranks.py).
 
-It broadcasts commands; results come back from the last stage. Once a second all report, so that a rank that is gone is
-missed also while nothing runs.
+It broadcasts commands and receives results from the last pipeline stage. All ranks report once a second, so that the
+loss of one is noticed while nothing runs, too.
 """
 
 import threading
@@ -38,7 +38,7 @@ REPORT_INTERVAL_S = 1.0
 
 
 class Leader:
-    """The scheduler's Worker on the first rank: what it is told, all ranks do.
+    """The Worker on rank 0: carries out each call on all ranks.
 
     `lost` is called, in another thread, when a rank does not answer while nothing runs.
     """
@@ -50,7 +50,7 @@ class Leader:
         self.swap = RankedSwap(self, checkpoint)
         self.rank = rank
         self.reports: tuple[ProcessInfo, ...] = ()
-        """Of the other ranks, a second old at most."""
+        """The latest reports of the other ranks, about a second old at most."""
         self._control = rank.topology.control
         self._sending = threading.Lock()
         self._lost = lost
@@ -65,11 +65,13 @@ class Leader:
         return self._active.seconds
 
     def all_reports(self) -> tuple[ProcessInfo, ...]:
-        """Of all ranks, this one first."""
+        """The reports of all ranks, this one first."""
         return (self.rank.report(), *self.reports)
 
     def submit(self, plan: StepPlan) -> "Future[StepResult]":
-        """With one stage the handle is done when this returns, with more when the last one is."""
+        """Runs this rank's part of the step. The handle is done already with one pipeline stage, else when the last
+        stage has sent its result.
+        """
         handle: Future[StepResult] = Future()
         run = Run(plan, self._active.enter())
         try:
@@ -101,7 +103,7 @@ class Leader:
             handle.set_result(outcome.result)
 
     def _collect_results(self) -> None:
-        """Of the steps in their order, from the last stage."""
+        """Completes the handles, in order, with the results that the last stage sends. Runs in a thread of its own."""
         topology = self.rank.topology
         source = (topology.pp.size - 1) * topology.tp.size
         decoder = msgspec.msgpack.Decoder(Outcome)
@@ -125,7 +127,7 @@ class Leader:
 
 
 def without_masks(plan: StepPlan) -> StepPlan:
-    """What ranks need that do not draw: a mask has a bit for each token of the vocabulary."""
+    """The plan without grammar masks (one bit per vocabulary entry each), for ranks that do not sample."""
 
     def without(row: PlanRow) -> PlanRow:
         if row.sample is None or not row.sample.mask:
@@ -136,7 +138,7 @@ def without_masks(plan: StepPlan) -> StepPlan:
 
 
 class RankedSwap:
-    """A WeightSwap over all ranks: the first one reads, all stage, and then all exchange or none."""
+    """A WeightSwap over all ranks: rank 0 reads, all stage, and then all exchange their weights or none does."""
 
     def __init__(self, leader: Leader, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -168,7 +170,7 @@ class RankedSwap:
         self.checkpoint = new
 
     def discard(self) -> None:
-        """Of what is staged only: a staging that failed has discarded everywhere."""
+        """Discards what is staged on all ranks; a failed `stage` has already done so."""
         if self._staged is not None:
             self._staged = None
             self._leader.tell(Discard())

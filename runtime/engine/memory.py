@@ -1,4 +1,4 @@
-"""How large the KV pool may be: what the machine has free, what the options ask, what the requests can use."""
+"""The size of the KV pool, from the free memory, the options and what the running requests could use at most."""
 
 from pathlib import Path
 
@@ -9,18 +9,19 @@ from llmserve.runtime.attention.base import PageGeometry
 from llmserve.runtime.config import ConfigError, ServerArgs
 
 CPU_SHARE = 0.25
-"""Of the memory that is available: the machine has other users, and a pool that is in use does not shrink."""
+"""Fraction of the available memory: other processes need some, and a pool that was used does not shrink."""
 CUDA_SHARE = 0.85
-"""Of the memory that is free once the weights are loaded: the rest is for activations and logits, cuBLAS and NCCL."""
+"""Fraction of the memory left after loading the weights; the rest is for activations, logits, cuBLAS and NCCL.
+"""
 CUDA_REST_BYTES = 1 << 30
-"""At least so much is left for these."""
+"""The least that is left for these."""
 
 
 def pool_tokens(args: ServerArgs, max_model_len: int, geometry: PageGeometry, sharing: int = 1) -> int:
-    """Tokens in the KV pool: --max-total-tokens, else what fits, but no more than the running requests could ever use.
+    """Tokens in the KV pool: --max-total-tokens, else as many as fit, up to what the running requests could ever use.
 
-    `sharing` ranks have the same memory and take as much of it each.
-    Raises ConfigError when the pool would not fit into the memory, or hold a single page.
+    `sharing`: ranks that share this memory evenly.
+    Raises ConfigError when the pool would not fit into the memory, or would hold less than one page.
     """
     available = available_bytes(geometry.device) // sharing
     bytes_per_token = geometry.bytes_per_page // geometry.page_size
@@ -46,7 +47,7 @@ def pool_tokens(args: ServerArgs, max_model_len: int, geometry: PageGeometry, sh
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on `device`, within the limit of the control group where there is one."""
+    """Bytes that can still be allocated on `device`, within the limit of the control group if there is one."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading has left there is free too
         return int(torch.cuda.mem_get_info(device)[0])
@@ -56,7 +57,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _control_group_bytes() -> int | None:
-    """What this process's control group (version 2, seen from within) leaves; None where there is no limit."""
+    """Bytes left in this process's control group (version 2, as seen in a container); None without a limit."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())

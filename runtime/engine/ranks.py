@@ -1,7 +1,7 @@
-"""One model on several ranks: what each of them does, and how those that follow the first one are told.
+"""One model on several ranks: a rank's part of a step and of a weight swap, and the command loop from rank 1 on.
 
-A command of the first rank (leader.py) comes as msgspec bytes. It is taken in a thread, so that the next plan is there
-when a step ends; the last stage sends the result back.
+Commands come from rank 0 (leader.py) as msgspec bytes. A thread receives them, so that the next plan is there when a
+step ends. The last stage sends the results back.
 """
 
 import logging
@@ -54,11 +54,11 @@ CPU = torch.device("cpu")
 class Run(msgspec.Struct, frozen=True, tag=True):
     plan: StepPlan
     steps: int
-    """Under way with this one: at most one a stage."""
+    """Steps under way, this one included: at most one per pipeline stage."""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """Tell the first rank how you are."""
+    """Asks for the rank's ProcessInfo."""
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
@@ -79,14 +79,14 @@ Command = Run | Report | Stage | Commit | Discard
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What comes of a step, or why nothing does. All ranks are still in step then: only drawing has failed."""
+    """The result of a step, or why sampling failed. The forward pass has succeeded on all ranks either way."""
 
     result: StepResult | None
     error: str = ""
 
 
 def not_answering(error: RankLost) -> WorkerDied:
-    """What the loss of a rank is to the others."""
+    """The WorkerDied that the loss of another rank means."""
     return WorkerDied(f"another rank does not answer ({error})")
 
 
@@ -102,22 +102,22 @@ class Rank(TpModelWorker):
         topology: Topology,
         threads: Callable[[int], int],
     ) -> None:
-        """`threads`: how many of the CPU's there are for this rank, by the number of steps under way."""
+        """`threads(steps)` is the number of CPU threads of this rank while `steps` steps are under way."""
         super().__init__(model, attention, info, device)
         self.topology = topology
         self._threads = threads
         self.pipe = Pipe(topology, info.hidden_size, model.dtype, device)
         self.draws = self.pipe.last and topology.tp.rank == 0
-        """Whether this is the one rank that turns logits into tokens."""
+        """Whether this is the rank that samples."""
         self.busy = BusyTime(device)
         self._meter = Meter(psutil.Process())
         self._drawing_error: Exception | None = None
 
     @torch.inference_mode()
     def step(self, run: Run) -> Outcome | None:
-        """This rank's part of a step; the outcome on the rank that draws.
+        """Runs this rank's part of a step. Returns the outcome on the rank that samples, None on the others.
 
-        Raises WorkerDied where it fails: the ranks are no longer in step.
+        Raises WorkerDied when it fails: the ranks are out of step then.
         """
         try:
             plan = run.plan
@@ -151,7 +151,9 @@ class Rank(TpModelWorker):
         return Outcome(result)
 
     def _sample(self, logits: Tensor, specs: list[SampleSpec]) -> list[RowResult]:
-        """The other ranks make logits too, and nothing of them. A failure must not keep a rank from what follows."""
+        """Samples on one rank; the others only take part in making the logits. A failure is kept for `_outcome`, so
+        that this rank still joins the collectives that follow.
+        """
         if self.draws:
             try:
                 return super()._sample(logits, specs)
@@ -179,7 +181,7 @@ class Rank(TpModelWorker):
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def receive_weights(self, checkpoint: Checkpoint) -> None:
-        """Takes part in a staging, on a rank that does not read. Nothing is staged unless all ranks have succeeded."""
+        """Stages the weights that rank 0 broadcasts. Nothing stays staged unless all ranks have succeeded."""
         source = SharedSource(None, self.topology.updates, CPU)
         succeeded = False
         try:
@@ -197,7 +199,9 @@ class Rank(TpModelWorker):
         progress: Callable[[int, int], None],
         cancelled: Callable[[], bool],
     ) -> int:
-        """The same on the rank that reads; returns the bytes read. Raises what stage_weights raises, or ConfigError."""
+        """Reads, broadcasts and stages the weights, on rank 0; returns the bytes read. Raises what stage_weights
+        raises, and ConfigError when another rank has failed.
+        """
         try:
             nbytes = stage_weights(self.model, checkpoint, progress, cancelled, source)
         except BaseException:
@@ -209,7 +213,7 @@ class Rank(TpModelWorker):
         return nbytes
 
     def commit_weights(self) -> bool:
-        """Exchanges the weights on all ranks, or on none. Whether it did; then the old ones are forgotten."""
+        """Exchanges the weights on all ranks or on none, and frees the others. Returns whether they were exchanged."""
         try:
             commit_weights(self.model)
             succeeded = True
@@ -228,7 +232,7 @@ class Rank(TpModelWorker):
 
 
 def follow(rank: Rank) -> None:
-    """What every rank but the first does, for ever. Raises WorkerDied."""
+    """The command loop of every rank but rank 0. Never returns; raises WorkerDied."""
     commands: SimpleQueue[Command | RankLost] = SimpleQueue()
     threading.Thread(target=_listen, args=(rank, commands), daemon=True, name="commands").start()
     staging: threading.Thread | None = None
@@ -254,7 +258,7 @@ def follow(rank: Rank) -> None:
 
 
 def _listen(rank: Rank, commands: "SimpleQueue[Command | RankLost]") -> None:
-    """Takes the commands as they come. It gives reports itself: the main thread may be in a step."""
+    """Receives commands and queues them, in a thread. It answers Report itself: the main thread may be in a step."""
     decoder = msgspec.msgpack.Decoder(Command)
     control = rank.topology.control
     try:

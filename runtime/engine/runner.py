@@ -49,7 +49,9 @@ def create_worker(args: ServerArgs, checkpoint: Checkpoint, progress: Progress, 
 
 
 def create_rank(args: ServerArgs, checkpoint: Checkpoint, progress: Progress, topology: Topology, index: int) -> Rank:
-    """The same for a part of a model that several ranks hold, which all call it. Not warmed up: that takes them all."""
+    """As create_worker, for this rank's part of a model on several ranks, all of which must call it. It is not warmed
+    up yet, because a step takes all of them.
+    """
     device = choose_device(args, index)
     parts = build_parts(args, checkpoint, progress, device, topology)
     threads = functools.cache(functools.partial(threads_of, args))
@@ -57,7 +59,7 @@ def create_rank(args: ServerArgs, checkpoint: Checkpoint, progress: Progress, to
 
 
 def warm_up(worker: TpModelWorker | Leader, progress: Progress) -> None:
-    """Runs a prefill and a decode in the first page, so that the first request finds kernels and buffers made."""
+    """Runs a prefill and a decode in the first page, to load kernels and allocate buffers before the first request."""
     progress("warm-up", 0, 1, "")
     page, tokens = int32_bytes([0]), min(4, worker.info.page_size - 1)
     drawn = SampleSpec(params=SamplingParams(temperature=0.0), seed=0, position=tokens)
@@ -70,7 +72,9 @@ def warm_up(worker: TpModelWorker | Leader, progress: Progress) -> None:
 def build_parts(
     args: ServerArgs, checkpoint: Checkpoint, progress: Progress, device: torch.device, topology: Topology
 ) -> tuple[CausalLM, AttentionBackend, WorkerInfo]:
-    """This rank's layers with their weights, its KV pool, and what it offers: as many pages as every rank has."""
+    """This rank's layers with their weights, its attention backend with the KV pool, and the WorkerInfo. All ranks must
+    call it: the pool has as many pages as the rank with the least memory can hold.
+    """
     if device.type == "cpu":
         threads = threads_of(args)
         torch.set_num_threads(threads)
@@ -118,9 +122,9 @@ def build_parts(
 
 
 def choose_device(args: ServerArgs, index: int) -> torch.device:
-    """The device of rank `index` of this machine, from now on this thread's CUDA device where it is one.
+    """The device of rank `index` of this machine. A CUDA device becomes the current one of this thread.
 
-    Raises ConfigError when there is none for each rank.
+    Raises ConfigError when there are fewer devices than ranks.
     """
     present = torch.cuda.is_available()
     if args.device == "cpu" or (args.device == "auto" and not present):
@@ -134,7 +138,7 @@ def choose_device(args: ServerArgs, index: int) -> torch.device:
 
 
 def longest_sequence(args: ServerArgs, config: ModelConfig) -> int:
-    """Tokens that a sequence may have by the model and --max-model-len. Raises ConfigError where that asks too much."""
+    """The longest sequence in tokens: --max-model-len, else the model's limit. Raises ConfigError above that."""
     if args.max_model_len is not None and args.max_model_len > config.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len {args.max_model_len}: the model allows {config.max_position_embeddings} positions at most"
@@ -150,7 +154,7 @@ def plan_pool(
     weight_bytes: int,
     topology: Topology,
 ) -> WorkerInfo:
-    """What the worker offers; a sequence may not outgrow the pool. Raises ConfigError where --max-model-len would."""
+    """Sizes the KV pool, which limits a sequence too. Raises ConfigError when --max-model-len does not fit into it."""
     ranks_here = len(places(args)) if geometry.device.type == "cpu" else 1  # they share the memory
     num_pages = pool_tokens(args, longest, geometry, ranks_here) // geometry.page_size
     num_pages = least(num_pages, topology.weights, geometry.device)

@@ -70,12 +70,12 @@ def _draw_all(rows: list[Tensor], best: Tensor, specs: Sequence[SampleSpec]) -> 
 
 
 def _adjusted(spec: SampleSpec) -> bool:
-    """Whether the scores are others than the model's, before the mask."""
+    """Whether a bias, a penalty or a forbidden token changes the model's logits."""
     return bool(spec.params.logit_bias or spec.params.penalized or spec.forbidden)
 
 
 def adjust(logits: Tensor, spec: SampleSpec) -> Tensor:
-    """A copy of one row of logits [vocabulary] with bias, penalties and what is forbidden applied, in this order.
+    """A copy of one row of logits [vocabulary] with logit bias, penalties and forbidden tokens applied, in this order.
 
     The repetition penalty (Keskar et al., 2019) is over prompt and output, as in transformers; the presence and the
     frequency penalty are over the output, as in OpenAI's API.
@@ -155,7 +155,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> SampledLogprobs:
 
 
 def _sampled_logprobs(logits: Tensor, tokens: Tensor, specs: Sequence[SampleSpec]) -> dict[int, SampledLogprobs]:
-    """Those of the rows that want them, made together and then cut to what each wants."""
+    """The logprobs of the rows that ask for them, by row: computed together, then cut to what each row asked for."""
     wanted = {i: spec.top_logprobs for i, spec in enumerate(specs) if spec.top_logprobs is not None}
     if not wanted:
         return {}

@@ -1,7 +1,7 @@
-"""A checkpoint that one rank reads and the others receive tensor by tensor: no two can hold different files.
+"""A checkpoint that rank 0 reads and broadcasts tensor by tensor, so that no two ranks can load different files.
 
 Every rank reads the same names in the same order. A rank that fails goes on receiving until the reader has ended, so
-that they never wait for each other.
+that no rank waits for another for ever.
 """
 
 import math
@@ -19,35 +19,36 @@ from llmserve.runtime.models.configs import TensorInfo
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 BATCH_BYTES = 8 << 20
-"""Small tensors travel together, up to so many bytes: a message costs a millisecond where the cores are busy, and
+"""Small tensors are sent together, up to so many bytes: a broadcast costs a millisecond when the cores are busy, and
 next to nothing where ranks share memory.
 """
 BATCH_TENSORS = 64
 
 
 class ReaderEnded(Exception):
-    """The rank that reads has stopped before the end: it says why itself."""
+    """The reading rank has stopped before the end; it reports the reason itself."""
 
 
 class SharedSource:
     """A Source. `source` is the open checkpoint on rank 0 of `group`, and None on the others, which open no file.
 
-    On the way is a batch: a header, int64 [1 + 2 * BATCH_TENSORS] with the count (0: that was the last one) and each
-    tensor's number in `tensors` and dtype; and then all their bytes. Every rank calls `end`.
+    Tensors travel in batches: a header, int64 [1 + 2 * BATCH_TENSORS], with their count (0 after the last batch) and
+    each one's number in `tensors` and dtype; then their bytes. Every rank must call `end`.
     """
 
     def __init__(self, source: Source | None, group: Group, device: torch.device, stages: int = 1) -> None:
-        """`tensors` come from each of the pipeline's `stages` in turn, as it takes time to make weights of them."""
+        """Tensors of the pipeline's `stages` are interleaved, so that all stages pack weights at the same time."""
         self._source = source
         self._group = group
         self._device = device
         self._batch_bytes = BATCH_BYTES if group.shared is None else 0
         self._ended = False
         self._waiting: deque[tuple[int, Tensor]] = deque()
-        """Read and not sent, or received and not taken: numbers and tensors, an empty one for what nobody wanted."""
+        """Numbers and tensors, read but not sent or received but not taken; an empty tensor for a skipped one.
+        """
         self._waiting_bytes = 0
         self._buffer = torch.empty(self._batch_bytes, dtype=torch.uint8, device=device)
-        """For each batch of several tensors in turn: new memory for each would be more than its sum after a while."""
+        """Used by every batch of several tensors in turn; allocating each anew would fragment the memory."""
         self.tensors: dict[str, TensorInfo] = self._share_catalog(stages)
         self._names = list(self.tensors)
         self._numbers = {name: number for number, name in enumerate(self._names)}
@@ -61,12 +62,12 @@ class SharedSource:
         return self._next(name)
 
     def skip(self, name: str) -> None:
-        """`read` on a rank that receives, of a tensor that it has no use for."""
+        """As `read`, on a receiving rank, for a tensor that it does not need."""
         self._next(name, wanted=False)
 
     @property
     def receives(self) -> bool:
-        """Whether it is another rank that reads."""
+        """Whether another rank reads and this one receives."""
         return self._source is None
 
     def _next(self, name: str, wanted: bool = True) -> Tensor:
@@ -77,7 +78,7 @@ class SharedSource:
         return tensor
 
     def end(self, succeeded: bool) -> bool:
-        """Ends the reading on this rank, and says whether all ranks have succeeded."""
+        """Ends reading on this rank, and returns whether all ranks have `succeeded`."""
         if self._source is not None:
             self._send()
             self._header([])
@@ -112,7 +113,7 @@ class SharedSource:
         self._waiting_bytes = 0
 
     def _receive(self, wanted: bool) -> bool:
-        """Takes the next batch, or lets it pass if it is one tensor and not `wanted`. False when there is none."""
+        """Receives the next batch; drops a single tensor that is not `wanted`. False after the last batch."""
         self._waiting.clear()  # what nobody has taken goes before more comes
         entries = self._header([])
         self._ended = not entries
@@ -133,7 +134,7 @@ class SharedSource:
         return True
 
     def _shape(self, number: int, dtype: torch.dtype) -> torch.Size:
-        """Of a tensor as it travels; one of blocks is a matrix of bytes."""
+        """The shape in which a tensor travels; blocks travel as a matrix of bytes."""
         info = self.tensors[self._names[number]]
         if dtype == torch.uint8:
             rows = math.prod(info.shape[:-1])
@@ -141,7 +142,7 @@ class SharedSource:
         return torch.Size(info.shape)
 
     def _header(self, entries: list[tuple[int, int]]) -> list[tuple[int, torch.dtype]]:
-        """Rank 0's entries, on every rank."""
+        """Broadcasts rank 0's `entries`; returns them on every rank."""
         flat = [len(entries), *(value for entry in entries for value in entry)]
         header = torch.zeros(1 + 2 * BATCH_TENSORS, dtype=torch.int64)
         header[: len(flat)] = torch.tensor(flat)
@@ -164,7 +165,7 @@ class SharedSource:
 
 
 def _aligned(nbytes: int) -> int:
-    """So that what follows can be viewed as any dtype."""
+    """The size rounded up so that what follows can be viewed as any dtype."""
     return nbytes + -nbytes % 8
 
 

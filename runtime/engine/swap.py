@@ -1,4 +1,4 @@
-"""The exchange of a model's weights on one rank, for scheduler/update.py. How tensors are read and kept: weights.py."""
+"""Swapping the weights of a model on one rank, for scheduler/update.py. Reading and staging them is in weights.py."""
 
 from collections.abc import Callable
 

@@ -29,14 +29,14 @@ from llmserve.runtime.engine.weights import weight_bytes
 from llmserve.runtime.models.registry import CausalLM
 
 PROMPT_LOGPROB_ROWS = 128
-"""Positions whose logits are made at once for prompt logprobs: float32 logits take 200 kB a position and more."""
+"""Positions whose logits are computed at once for prompt logprobs; float32 logits take 200 kB a position and more."""
 
 
 class TpModelWorker:
     """Runs plans on one device. `submit` computes the step before it returns: its handle is done."""
 
     swap: WeightSwap
-    """Set by who knows the checkpoint."""
+    """Set by create_worker, which knows the checkpoint."""
 
     def __init__(self, model: CausalLM, attention: AttentionBackend, info: WorkerInfo, device: torch.device) -> None:
         self.info = info
@@ -45,7 +45,7 @@ class TpModelWorker:
         self._device = device
 
     def count_weights(self) -> None:
-        """What the weights take may change with a swap: a file's blocks are smaller than values."""
+        """Updates `info.weight_bytes` after a swap: quantized blocks take less memory than numbers."""
         self.info = msgspec.structs.replace(self.info, weight_bytes=weight_bytes(self.model))
 
     def submit(self, plan: StepPlan) -> "Future[StepResult]":
@@ -89,7 +89,7 @@ class TpModelWorker:
         return self._sample(self.model.logits(hidden), specs)
 
     def _prompt_logprobs(self, row: PlanRow, top: int, hidden: Tensor) -> SampledLogprobs:
-        """Those of the tokens that follow each of the row's tokens; the last one's only if the plan tells it."""
+        """Logprobs of the token after each one of the row; after the last one only where the plan has `next_token`."""
         following = int32_array(row.token_ids)[1:].tolist()
         if row.next_token is not None:
             following.append(row.next_token)
