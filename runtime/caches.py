@@ -1,5 +1,5 @@
-"""Where files that are made once are kept: the user's cache directory, or where there is none, as in many containers,
-a directory of this user alone under the temporary one.
+"""The cache of files that are made once: in the user's cache directory or, where that cannot be written, as in many
+containers, in a private directory under the temporary one.
 """
 
 import contextlib
@@ -15,9 +15,10 @@ log = logging.getLogger(__name__)
 
 
 def cached(kind: str, name: str) -> Path:
-    """The path of something in the cache: where it lies, else where it can be made; its directory exists.
+    """The path of the entry `name` of the cache for `kind`: where it is, or where it is to be made. Its directory
+    exists.
 
-    Raises OSError where neither directory can be written.
+    Raises OSError when neither directory can be written.
     """
     directory = Path(platformdirs.user_cache_dir("llmserve"), kind)
     if (directory / name).exists():
@@ -34,7 +35,7 @@ def cached(kind: str, name: str) -> Path:
 
 
 def _private_directory() -> Path:
-    """Nobody else may have put there what this process will load: code, for one."""
+    """A directory that only this user can write, because code is loaded from it. Raises PermissionError otherwise."""
     directory = Path(tempfile.gettempdir(), f"llmserve-cache-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)

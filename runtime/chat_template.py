@@ -1,6 +1,6 @@
-"""Renders a chat into the text of a prompt by the model's own Jinja template.
+"""Renders a chat into the text of a prompt with the model's own Jinja template.
 
-Templates come with a checkpoint, so they run in a sandbox. The environment is that of transformers'
+Templates come with checkpoints, so they run in a sandbox. The environment is that of transformers'
 utils/chat_template_utils.py, without importing it: the same filters, globals, extensions and whitespace rules.
 """
 
@@ -18,7 +18,7 @@ import jinja2.utils
 
 
 class ChatTemplateError(ValueError):
-    """The chat does not suit the model's template, or there is no template. The text is for the client."""
+    """There is no chat template, or it does not accept the chat. The text is for the client."""
 
 
 class ChatTemplate:
@@ -42,7 +42,9 @@ class ChatTemplate:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it only yields its body."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's turns for training; here its body is rendered as it
+    is.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (declared so by Jinja)
 
@@ -52,7 +54,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Dict:
-    """The `dict` of templates, as an object whose attributes lead nowhere."""
+    """`dict` for templates, as an object whose attributes give no access to the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -62,7 +64,9 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, which would let a template store attributes that the sandbox otherwise hides."""
+    """Jinja's namespace without names that begin with an underscore, through which a template could leave the
+    sandbox.
+    """
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # so that `namespace(self=...)` works, as in Jinja
         self, *rest = args

@@ -1,6 +1,6 @@
-"""ServerArgs: every launch option, validated once, with the error that the user should read.
+"""ServerArgs: all launch options, validated once, with errors written for the user.
 
-Imports neither torch nor zmq: the command line reads it at start-up.
+Imports neither torch nor zmq, because every start of the command line imports it.
 """
 
 import math
@@ -19,7 +19,7 @@ TIMES = ("queue_timeout", "watchdog_timeout", "drain_timeout")
 
 
 class ConfigError(ValueError):
-    """A launch option is wrong. The text says what was given, what was expected and what to do."""
+    """A launch option or a model cannot be used. The text says what was given, what was expected and what to do."""
 
 
 class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,23 +56,22 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int = 1
     """Stages that the layers are split into."""
     dp_size: int = 1
-    """Replicas of all that."""
+    """Replicas of the whole model, each with its own ranks."""
     nnodes: int = 1
     node_rank: int = 0
     dist_init_addr: str | None = None
-    """Where the ranks of several nodes meet: a host of node 0, with a port or with that of nccl_port."""
+    """The rendezvous of ranks on several nodes: HOST:PORT of node 0, or HOST with the port nccl_port."""
     nccl_port: int | None = None
-    """Where the ranks of one node meet: a port of the loopback interface, the next one for the next replica; None: in a
-    file of the instance's directory."""
+    """The rendezvous of ranks on one node: a loopback port, plus dp_rank; None: a file in the instance's directory."""
     metrics_auth: bool = True
-    """Whether /metrics asks for the API key where there is one."""
+    """Whether /metrics requires the API key, if there is one."""
     seed: int | None = None
-    """Requests without a seed draw theirs from this one; None: from the system."""
+    """Seeds the generator of seeds for requests that have none; None: seeded by the system."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @classmethod
     def validated(cls, **options: object) -> "ServerArgs":
-        """The options as ServerArgs, or ConfigError with the text that the user should read."""
+        """The options as ServerArgs. Raises ConfigError for an unknown or invalid one."""
         unknown = sorted(options.keys() - set(cls.__struct_fields__))
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(cls.__struct_fields__)}")
@@ -85,7 +84,7 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Secrets(msgspec.Struct, frozen=True, kw_only=True):
-    """What only the main process may know; never logged, never sent, never in a process's arguments."""
+    """Known to the main process alone: never logged, sent, or passed in a process's arguments."""
 
     api_key: str | None = None
     admin_api_key: str | None = None
@@ -95,7 +94,7 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_error(text: str, options: dict[str, object]) -> str:
-    """msgspec's `Expected `int`, got `str` - at `$.port`` in an operator's words."""
+    """A msgspec message such as "Expected `int`, got `str` - at `$.port`" in the terms of the command line."""
     problem, _, place = text.partition(" - at `$.")
     name = re.split(r"[`\[.]", place)[0]
     if not name:
@@ -107,12 +106,12 @@ def describe_error(text: str, options: dict[str, object]) -> str:
 
 
 def flag(field: str) -> str:
-    """The command-line option of a field: max_model_len is --max-model-len."""
+    """The command-line option of a field: --max-model-len for max_model_len."""
     return {"served_model_names": "--served-model-name", "model": "MODEL"}.get(field, "--" + field.replace("_", "-"))
 
 
 def check(args: ServerArgs) -> None:
-    """Raises ConfigError for a value that cannot work on any machine."""
+    """Raises ConfigError for a value that is invalid on any machine and for any model."""
     if not args.model:
         raise ConfigError("MODEL is empty: give a directory, a .gguf file or a hub id")
     check_name(args.name)
@@ -141,7 +140,7 @@ def check(args: ServerArgs) -> None:
 
 
 def check_nodes(args: ServerArgs) -> None:
-    """Raises ConfigError for ranks that cannot be laid out over nodes. What the model allows: ranks.check_split."""
+    """Raises ConfigError when the ranks cannot be placed on the nodes. Limits of the model: ranks.check_split."""
     port, address, nodes = args.nccl_port, args.dist_init_addr, args.nnodes
     if port is not None and not 1 <= port <= 65536 - args.dp_size:
         raise ConfigError(
@@ -176,7 +175,7 @@ def check_nodes(args: ServerArgs) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError for an instance name that cannot be the name of a directory or be typed after --instance."""
+    """Raises ConfigError for a name that cannot be a directory's name or an argument of --instance."""
     if len(name) > MAX_NAME_LENGTH or not NAME.fullmatch(name):
         raise ConfigError(
             f"--name {name!r}: a name has 1 to {MAX_NAME_LENGTH} letters, digits, dots, underscores or dashes, "

@@ -1,7 +1,7 @@
-"""One word that several processes abide by, whoever dies when: a file in the instance's directory, written once.
+"""An atomic decision between several processes: a write-once file in the instance's directory.
 
-Each may try to write its word; the first one that is there counts for all. With it an update of several replicas'
-weights is carried out by all of them or by none.
+Any process may try to decide, and the first word written counts for all, whichever process dies when. With it an update
+of the weights is carried out by all replicas or by none.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 NAME = re.compile(r"decision-[0-9a-f]{1,40}")
-"""No other file of an instance's directory has such a name."""
+"""The names of such files; no other file in an instance's directory matches."""
 
 Word = Literal["commit", "abort"]
 
@@ -21,7 +21,7 @@ def new_name() -> str:
 
 
 def decide(directory: Path, name: str, word: Word) -> Word:
-    """Says `word` if nobody has said one before; the word that counts."""
+    """Decides `word` unless it is decided already. Returns the word that counts."""
     draft = directory / f".{name}-{os.getpid()}-{secrets.token_hex(4)}"
     draft.write_text(word)
     try:
@@ -34,7 +34,7 @@ def decide(directory: Path, name: str, word: Word) -> Word:
 
 
 def decided(directory: Path, name: str) -> Word | None:
-    """The word, None before there is one."""
+    """The word that was decided; None before that."""
     try:
         return "commit" if (directory / name).read_text() == "commit" else "abort"
     except FileNotFoundError:

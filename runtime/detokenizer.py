@@ -1,7 +1,6 @@
 """The detokenizer process: token rows from the scheduler become text rows for the TokenizerManager.
 
-It keeps one IncrementalDecoder a choice, from its first row to the one that ends it. Embeddings never come here.
-"""
+It keeps one IncrementalDecoder per choice, from its first row to its last. Embeddings bypass it."""
 
 import logging
 import time
@@ -51,18 +50,20 @@ def run(init: ChildInit, report: Reporter) -> None:
 
 
 class Detokenizer:
-    """The text of every choice that is being generated."""
+    """Decodes the tokens of every choice that is being generated."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoders: dict[tuple[str, int], IncrementalDecoder | None] = {}
-        """None: the choice failed here and was ended; what still comes of it is dropped."""
+        """By rid and index. None: decoding has failed and ended the choice; its further rows are dropped."""
 
     def __len__(self) -> int:
         return len(self._decoders)
 
     def convert(self, batch: BatchTokenIDOutput) -> BatchStrOutput:
-        """The rows with their text. A row that cannot be decoded ends its own choice with an error, and no other's."""
+        """The rows with their text. A row that cannot be decoded ends its own choice with an error, but no other
+        choice.
+        """
         rows = (self._convert(row) for row in batch.rows)
         return BatchStrOutput(rows=tuple(row for row in rows if row is not None))
 
@@ -105,7 +106,7 @@ class Detokenizer:
 
 
 def without_stop_token(ids: list[int], finish: FinishReason | None) -> list[int]:
-    """The token that ended a choice is a signal, not text."""
+    """The ids without the stop token that ended the choice, which is not part of the text."""
     if finish is not None and finish.type == "stop" and not isinstance(finish.matched, str):
         return ids[:-1]
     return ids

@@ -1,6 +1,6 @@
-"""The same call to every replica of an instance, at the same time; an update of the weights reaches all or none.
+"""One RPC to every replica of an instance at the same time; an update of the weights takes effect on all or none.
 
-One replica's call is client.py's.
+The call to a single replica is in client.py.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ async def call_each(
     timeout_s: float,
     on_progress: OnProgress | None = None,
 ) -> list[AnswerT]:
-    """The answers of the schedulers at `addresses`, in their order. Raises RpcCallError when all have ended and some
-    have failed: with the code of the first of those, and the words of each.
+    """Sends `request` to the schedulers at `addresses` and returns their answers in the same order.
 
-    To cancel it is to leave all the calls.
+    Waits for every call to end; then raises RpcCallError if any has failed, with the code of the first failure and the
+    messages of all. Cancelling it cancels all the calls.
     """
     if len(addresses) > 1 and isinstance(request, UpdateWeightReqInput) and not request.dry_run:
         return await _update_all(directory, addresses, request, timeout_s, on_progress)
@@ -57,7 +57,7 @@ async def _gather(addresses: Sequence[str], calls: Sequence["asyncio._CoroutineL
 
 
 def _joined(failures: dict[int, RpcCallError], asked: int) -> RpcCallError:
-    """What has failed on which of so many replicas."""
+    """One error for all `failures`, by dp_rank, of a call to `asked` replicas."""
     first = next(iter(failures.values()))
     if len(failures) == asked and len({error.message for error in failures.values()}) == 1:
         return first
@@ -74,7 +74,9 @@ async def _update_all(
     timeout_s: float,
     on_progress: OnProgress | None,
 ) -> list[AnswerT]:
-    """Each replica reads the new weights and stops; once all have, they are told to go on, or one has said no."""
+    """Two-phase commit: each replica stages the new weights and pauses. When all have, the decision is to commit; when
+    one fails, it is to abort.
+    """
     name = decision.new_name()
     request = msgspec.structs.replace(request, decision=name)
     prepared: set[str] = set()
@@ -105,14 +107,14 @@ async def _update_all(
 
 
 class Replicas:
-    """The replicas of an instance that live, for asyncio code. `addresses` gives their RPC sockets."""
+    """The live replicas of an instance, for asyncio code. `addresses` returns their RPC sockets."""
 
     def __init__(self, directory: Path, addresses: Callable[[], Sequence[str]]) -> None:
         self._directory = directory
         self._addresses = addresses
 
     async def each(self, request: ControlRequest[AnswerT], timeout_s: float) -> dict[int, AnswerT]:
-        """As call_each; the answers by dp_rank."""
+        """As call_each, with the answers by dp_rank."""
         addresses = self._addresses()
         answers = await call_each(self._directory, addresses, request, timeout_s)
         return dict(zip(map(replica_of, addresses), answers, strict=True))

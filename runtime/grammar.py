@@ -1,6 +1,6 @@
-"""Grammars: what generated text must match, read from a client's words into one notation, and checked.
+"""Grammars that generated text must match: a client's constraint translated into llguidance's notation, and checked.
 
-The notation is llguidance's. Compiled grammars, and the masks that follow from them, are scheduler/guides.py's.
+Compiling grammars and computing token masks is in scheduler/guides.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_LENGTH = 1 << 17
-"""Characters. With the limits below it takes at most a second or so, and some 10 MB, to compile a grammar."""
+"""Characters of a constraint. With the limits below, compiling takes about a second and 10 MB at most."""
 LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     max_lexer_states=10_000,
@@ -25,11 +25,12 @@ LIMITS = LLParserLimits(
     step_max_items=20_000,
     verbose_errors=False,
 )
-"""The worst that was met then holds a step up for 125 ms, once, and ends its request."""
+"""Within these limits the worst grammar known delays one step by 125 ms, and then ends its request."""
 SHOWN_REASON = 500
 JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r" |\r?\n[ \t]{0,64}"}
-"""Between two JSON tokens: nothing, a space, or a new line and its indentation. Small models that may write any white
-space write nothing else any more."""
+"""Allowed between two JSON tokens: nothing, a space, or a line break with indentation. Small models that may generate
+any white space fall into generating nothing else.
+"""
 
 
 JsonSchema = Mapping[str, object] | str
@@ -44,9 +45,9 @@ def constraint_of(
     grammar: str | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Constraint | None:
-    """The constraint that a client asks for, None for none. `names`: what the client calls these parameters, if not so.
+    """The constraint that a client asks for; None if there is none. Raises RequestError 400 when there are several.
 
-    Raises RequestError 400 for two.
+    `names` maps these parameters to the client's names for them, where they differ.
     """
     asked = {
         "json_schema": json_schema if json_schema is None or isinstance(json_schema, str) else _json(json_schema),
@@ -64,7 +65,7 @@ def constraint_of(
 
 
 def the_only(found: Sequence[Constraint]) -> Constraint | None:
-    """Raises RequestError 400 for two."""
+    """The only constraint, or None. Raises RequestError 400 when there are several."""
     if len(found) > 1:
         first, second = found[0].param, found[1].param
         raise RequestError(400, f"{second} and {first} exclude each other: give one of them", param=second)
@@ -72,8 +73,8 @@ def the_only(found: Sequence[Constraint]) -> Constraint | None:
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """The grammar of a constraint. Raises RequestError 400 for one that is wrong, too large, or asks for what is not
-    supported.
+    """The grammar of a constraint, in llguidance's notation. Raises RequestError 400 for one that is invalid, too
+    large, or uses unsupported features.
     """
     if len(constraint.text) > MAX_LENGTH:
         raise _refusal(constraint, f"it has {len(constraint.text)} characters; at most {MAX_LENGTH} are allowed")
@@ -88,7 +89,7 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def told(reason: str) -> str:
-    """The library's message for a client: it may quote the whole grammar."""
+    """The library's error message, shortened for a client, as it may quote the whole grammar."""
     reason = reason.removesuffix("<non-verbose/>").strip()
     return reason if len(reason) <= SHOWN_REASON else f"{reason[:SHOWN_REASON]}…"
 

@@ -1,4 +1,4 @@
-"""A request between the scheduler and the consumer of its rows: what has come and was not taken, in bounded memory."""
+"""A request in flight: the rows that have come for its consumer and were not taken yet, in bounded memory."""
 
 import asyncio
 from typing import Generic, TypeVar
@@ -8,29 +8,31 @@ from llmserve.runtime.outbox import coalesce
 from llmserve.runtime.request_error import RequestError
 
 ROWS_BEFORE_MERGING = 16
-"""So many rows a choice may wait for a slow consumer before they are merged."""
+"""Rows per choice that may wait for a slow consumer before they are merged."""
 
 R = TypeVar("R", StrRow, EmbeddingRow)
 
 
 class InFlight(Generic[R]):
-    """A request of so many choices, and what has come of it that its consumer has not taken."""
+    """A request with `choices` choices, and its rows that the consumer has not taken. `arrival` is by
+    time.perf_counter.
+    """
 
     __slots__ = ("abandoned", "arrival", "begun", "choices", "error", "open", "replica", "rows", "waiter")
 
     def __init__(self, choices: int, arrival: float) -> None:
         self.replica = 0
-        """Whose it is."""
+        """The dp_rank of the replica that it was sent to."""
         self.choices = choices
         self.open = set(range(choices))
-        """Choices whose last row has not come."""
+        """Indices of the choices whose last row has not come."""
         self.rows: list[R] = []
         self.error: RequestError | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.abandoned = False
         self.arrival = arrival
         self.begun: set[int] = set()
-        """Choices of which a token has come."""
+        """Indices of the choices that have had a token."""
 
     def add(self, row: R) -> None:
         self.rows.append(row)
@@ -48,7 +50,7 @@ class InFlight(Generic[R]):
             self.waiter.set_result(None)
 
     async def take(self) -> list[R]:
-        """The rows since the last call; waits for the first. Raises the error that ended the request."""
+        """The rows since the last call; waits until there is one. Raises the RequestError that ended the request."""
         while not self.rows:
             if self.error is not None:
                 raise self.error

@@ -1,6 +1,6 @@
-"""What waits for a slow receiver: the outbox of a Push, and the merging that keeps it small.
+"""The queue in front of a slow receiver, kept small by merging the rows of each choice.
 
-It knows nothing of sockets. No row is lost in it: what two rows of one choice say is said by one.
+It knows nothing of sockets. Merging loses nothing: one row says what two consecutive rows of a choice have said.
 """
 
 import itertools
@@ -24,9 +24,9 @@ _R = TypeVar("_R", TokenIDRow, StrRow)
 
 
 class Outbox:
-    """Messages in the order of sending. When more than `mark` wait, rows of one choice are merged.
+    """Messages in the order of sending. When more than `mark` are queued, rows of the same choice are merged.
 
-    From then on until it is empty it is `full`: who fills it should not take on new work.
+    From then on until it is empty it is `full`: its owner should take on no new work.
     """
 
     def __init__(self, mark: int):
@@ -53,7 +53,7 @@ class Outbox:
         self.full = self.full and bool(self._messages)
 
     def split(self) -> bool:
-        """Puts two messages, each with half of its rows, in the head's place. False when the head cannot be split."""
+        """Replaces the head by two messages with half of its rows each. False when it cannot be split."""
         head = self._messages[0]
         if not isinstance(head, BatchTokenIDOutput | BatchStrOutput | BatchEmbeddingOutput) or len(head.rows) < 2:
             return False
@@ -64,7 +64,9 @@ class Outbox:
 
 
 def coalesce(messages: Iterable[Message]) -> deque[Message]:
-    """The same messages with each run of token or text batches as one batch, in which each choice has one row."""
+    """The same messages, with each run of token batches or of text batches merged into one that has one row per
+    choice.
+    """
     merged: deque[Message] = deque()
     for kind, run in itertools.groupby(messages, key=type):
         if kind is BatchTokenIDOutput:
@@ -81,7 +83,7 @@ def coalesce(messages: Iterable[Message]) -> deque[Message]:
 
 
 def _one_each(rows: Iterable[_R]) -> tuple[_R, ...]:
-    """One row for all those of a choice."""
+    """The rows with those of each choice merged into one."""
     merged: dict[tuple[str, int], _R] = {}
     for row in rows:
         key = (row.rid, row.index)
@@ -90,7 +92,7 @@ def _one_each(rows: Iterable[_R]) -> tuple[_R, ...]:
 
 
 def _merge(old: _R, new: _R) -> _R:
-    """One row for two consecutive ones: what is new of each is joined, totals are the newer ones."""
+    """One row for two consecutive ones of a choice: new output is concatenated, totals are those of the newer row."""
     joined: dict[str, object] = {
         "output_ids": old.output_ids + new.output_ids,
         "logprobs": _join(old.logprobs, new.logprobs),

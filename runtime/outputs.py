@@ -1,4 +1,4 @@
-"""What Engine returns: rows of the wire as Python values, a piece of a choice or a whole request."""
+"""The results that Engine returns, made from the rows of messages.py."""
 
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from llmserve.runtime.request_error import RequestError
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token, its logprob, and the likeliest tokens in its place with theirs. The first token of a prompt has NaN."""
+    """A token, its logprob, and the likeliest tokens at its position with their logprobs."""
 
     token_id: int
     logprob: float
@@ -18,7 +18,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of one choice; token counts are totals so far. `finish` is set in the choice's last chunk."""
+    """The new part of one choice, or all of it. Token counts are totals so far; `finish` is set in the last chunk."""
 
     index: int
     text: str
@@ -35,7 +35,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one prompt. `choices` has `n` whole choices; the other properties are those of the first."""
+    """The result of one prompt, with `n` choices. The properties are those of the first choice."""
 
     rid: str
     choices: list[Chunk]
@@ -63,7 +63,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache held."""
+        """Prompt tokens that were taken from the prefix cache."""
         return self.choices[0].cached_tokens
 
     @property
@@ -79,14 +79,14 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked(row: StrRow) -> StrRow:
-    """Raises RequestError for a row that says that its choice has failed."""
+    """The row itself. Raises RequestError if its choice has failed."""
     if row.finish is not None and row.finish.type == "error":
         raise RequestError(row.finish.status, row.finish.message)
     return row
 
 
 def chunk_of(rows: list[StrRow]) -> Chunk:
-    """One chunk of consecutive rows of a choice."""
+    """One chunk for consecutive rows of a choice."""
     last = rows[-1]
     logprobs = [entry for row in rows if row.logprobs is not None for entry in _unpacked(row.output_ids, row.logprobs)]
     return Chunk(

@@ -1,6 +1,6 @@
-"""PortArgs: the five channel addresses of one instance (of one replica of it).
+"""PortArgs: the addresses of the five channels of one replica of an instance.
 
-The sockets lie in the instance's own directory (instance.py makes it); nothing here opens one.
+The sockets are files in the instance's directory (see instance.py). Nothing here opens one.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ MAX_IPC_PATH_BYTES = 107
 
 
 class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """ZeroMQ addresses, named as in SGLang's protocol, and the rendezvous port of the ranks (0: none needed)."""
+    """ZeroMQ addresses, named as in SGLang, and the rendezvous port of the ranks (0: none is needed)."""
 
     tokenizer_ipc_name: str
     scheduler_input_ipc_name: str
@@ -23,10 +23,9 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def init_new(directory: Path, dp_rank: int = 0, nccl_port: int = 0) -> "PortArgs":
-        """The addresses of replica `dp_rank` in an instance's directory.
+        """The addresses of replica `dp_rank` of the instance in `directory`.
 
-        The front's and the detokenizer's sockets are shared by all replicas; each replica has its own input and RPC
-        sockets.
+        All replicas share the sockets of the front and the detokenizer; each has input and RPC sockets of its own.
         Raises ValueError when a path is too long for a Unix socket.
         """
         suffix = f"-{dp_rank}" if dp_rank else ""
@@ -41,7 +40,7 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replica_of(rpc_address: str) -> int:
-    """The dp_rank of the replica whose RPC socket an address is."""
+    """The dp_rank in the address of a replica's RPC socket."""
     return int(rpc_address.removesuffix(".sock").rpartition("rpc")[2].removeprefix("-") or 0)
 
 

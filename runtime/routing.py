@@ -1,7 +1,7 @@
-"""Which replica a request goes to: the one that holds most of its prompt in its prefix cache, else the least busy one.
+"""Chooses the replica of a request: the one with most of its prompt in the prefix cache, else the least busy one.
 
-What a replica's cache holds is not asked but remembered: the pages of the prompts that it was sent last, as many as its
-pool has. Nothing here sends anything.
+The contents of a cache are estimated: the pages of the latest prompts that were sent there, as many as its pool has.
+Nothing here sends anything.
 """
 
 from collections import Counter, OrderedDict
@@ -12,21 +12,22 @@ from typing import Literal
 TOKEN_BYTES = 4
 
 Reason = Literal["only", "prefix", "load", "full"]
-"""Why a request went where it went: there was no choice; a cached prefix; no prefix, so the least busy; a prefix, but
-the replica that has it would have let it wait."""
+"""Why a replica was chosen. only: there was no other; prefix: it has most of the prompt cached; load: no replica has
+any of it, this one is the least busy; full: the one that has it would have queued the request.
+"""
 REASONS: tuple[Reason, ...] = ("only", "prefix", "load", "full")
 
 
 class Replica:
-    """What is known of one replica."""
+    """What the front knows about one replica."""
 
     def __init__(self) -> None:
         self.alive = True
         self.draining = False
         self.choices = 0
-        """Choices of requests that it was sent and that have not ended."""
+        """Choices that were sent there and have not ended."""
         self.pages: OrderedDict[bytes, None] = OrderedDict()
-        """Of prompts: a digest of each page and all before it; the latest last."""
+        """Digests of prompt pages, each over the page and all before it; the least recently used first."""
 
 
 class Routing:
@@ -36,9 +37,9 @@ class Routing:
         self.replicas = [Replica() for _ in range(count)]
         self.reasons: Counter[Reason] = Counter(dict.fromkeys(REASONS, 0))
         self.max_pages = 1 << 16
-        """So many pages are remembered of a replica; set to its pool's when that is known."""
+        """Pages remembered per replica; set to the size of a pool once that is known."""
         self.page_size = page_size
-        """Tokens; set to the pools' when that is known: a backend may have rounded it up."""
+        """Tokens in a page; set to the pools' once that is known, as a backend may round --page-size up."""
         self._max_running = max_running
 
     @property
@@ -46,7 +47,7 @@ class Routing:
         return [number for number, replica in enumerate(self.replicas) if replica.alive]
 
     def choose(self, prompts: Sequence[bytes]) -> int:
-        """The replica for a request. One is alive."""
+        """The replica for a request with these prompts (int32 bytes). At least one must be alive."""
         able = [n for n in self.alive if not self.replicas[n].draining] or self.alive
         pages = [page for prompt in prompts for page in self._pages_of(prompt)] if len(able) > 1 else []
         chosen, reason = self._choose(able, pages)
@@ -72,23 +73,25 @@ class Routing:
         return best, "prefix"
 
     def started(self, number: int, choices: int) -> None:
-        """A request of so many choices was sent there."""
+        """Counts a request with `choices` choices that was sent to a replica."""
         self.replicas[number].choices += choices
 
     def ended(self, number: int) -> None:
-        """One choice of a request that was sent there has ended."""
+        """Counts one choice of a replica that has ended."""
         self.replicas[number].choices -= 1
 
     def forget(self, number: int) -> None:
-        """Its cache was emptied."""
+        """Notes that a replica's cache was emptied."""
         self.replicas[number].pages.clear()
 
     def _known(self, replica: Replica, pages: Sequence[bytes]) -> int:
-        """A digest says all that comes before it too, so each page that is known is one that the cache may hold."""
+        """How many of these pages the replica may have cached. A digest covers all pages before it, so order does not
+        matter.
+        """
         return sum(page in replica.pages for page in pages)
 
     def _pages_of(self, prompt: bytes) -> list[bytes]:
-        """Of its whole pages but the last token, which is computed in any case."""
+        """Digests of the full pages of a prompt, without its last token, which is always computed."""
         digests, digest = [], b""
         page_bytes = self.page_size * TOKEN_BYTES
         usable = (len(prompt) - TOKEN_BYTES) // page_bytes * page_bytes

@@ -1,6 +1,6 @@
-"""The schedulers of an instance as its front sees them: what is sent to which, and what each has last said of itself.
+"""The schedulers of an instance as the front sees them, one per replica: their sockets and their latest metrics.
 
-With one replica there is one. Who gets a request is routing.py's; requests are the TokenizerManager's.
+routing.py chooses the replica of a request; requests themselves are tracked by the TokenizerManager.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from llmserve.runtime.wire import Push
 
 
 class Schedulers:
-    """`open` connects; `send` never blocks. Numbers are dp_ranks."""
+    """Connects to the schedulers with `open`; `send` never blocks. Replicas are numbered by dp_rank."""
 
     def __init__(self, addresses: Sequence[str], page_size: int, max_running: int) -> None:
         self.routing = Routing(len(addresses), page_size, max_running)
         self.metrics: dict[int, SchedulerMetrics] = {}
-        """The last ones of each replica that lives."""
+        """The latest metrics of each replica that is alive."""
         self._addresses = addresses
         self._pushes: list[Push] = []
 
@@ -41,20 +41,20 @@ class Schedulers:
         return self.routing.choose(message.prompts)
 
     def send(self, message: SchedulerInput, replica: int) -> bool:
-        """Whether something is left to be flushed."""
+        """Sends without blocking, or drops a message for a dead replica. Whether `flush` must be called later."""
         if not self.routing.replicas[replica].alive:
             return False
         self._pushes[replica].send(message)
         return self._pushes[replica].backlog > 0
 
     def flush(self) -> bool:
-        """Whether everything has gone."""
+        """Sends what could not be sent before. Whether nothing is left."""
         left = [n for n in self.routing.alive if not self._pushes[n].flush()]
         return not left
 
     @property
     def congested(self) -> bool:
-        """Whether none keeps up."""
+        """Whether no replica keeps up with what it is sent."""
         alive = self.routing.alive
         return bool(alive and self._pushes) and all(self._pushes[n].congested for n in alive)
 
@@ -72,13 +72,13 @@ class Schedulers:
             routing.forget(number)
 
     def lose(self, number: int) -> None:
-        """A replica has died. What it was sent is lost."""
+        """Forgets a replica that has died, with everything that it was sent."""
         self.routing.replicas[number].alive = False
         self.metrics.pop(number, None)
 
     @property
     def total(self) -> SchedulerMetrics | None:
-        """All replicas' metrics as one; None while one that lives has said nothing yet."""
+        """The metrics of all replicas combined; None while one that is alive has sent none yet."""
         found = [self.metrics[number] for number in self.routing.alive if number in self.metrics]
         if not found or len(found) < len(self.routing.alive):
             return None
@@ -93,7 +93,9 @@ SUMS = tuple(
 
 
 def total_of(replicas: Sequence[SchedulerMetrics]) -> SchedulerMetrics:
-    """Counts added up; of the rest what concerns the slowest, and the state that all have or else the busiest one."""
+    """The replicas' metrics as one: sums of counts, the oldest time and weight version, the longest step, and the state
+    that all share, else "ready".
+    """
     states = {metrics.state for metrics in replicas}
     return msgspec.structs.replace(
         replicas[0],

@@ -1,8 +1,8 @@
 """The bytes that each token of a vocabulary stands for.
 
-A tokenizer.json names its decoder: a chain of steps that turn tokens into text. All of the steps that language models
-use work token by token, so the text of a sequence is the concatenation of its tokens' bytes, which makes incremental
-decoding cheap and exact. What a decoder does only to the beginning of a text is kept apart (`first`, `strip_left`).
+A tokenizer.json describes a decoder, a chain of steps that turn tokens into text. The steps that language models use
+all work token by token, so that the text of a sequence is the concatenation of its tokens' bytes and incremental
+decoding is cheap and exact. What a decoder does only at the beginning of a text is kept apart (`first`, `strip_left`).
 """
 
 import json
@@ -18,9 +18,9 @@ Step = Callable[[str | bytes], str | bytes]
 
 
 class TokenBytes:
-    """Looks up a token's bytes. Raises ConfigError for a decoder that does not work token by token.
+    """Looks up the bytes of tokens. Raises ConfigError for a decoder that does not work token by token.
 
-    `skip`: the ids that stand for nothing, besides those that the tokenizer does not have.
+    The ids in `skip` and unknown ids stand for nothing.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, skip: frozenset[int] = frozenset()) -> None:
@@ -31,7 +31,7 @@ class TokenBytes:
         self._steps = chain.steps
         self._first_steps = chain.first_steps
         self.strip_left = chain.strip_left
-        """How many leading spaces a text loses."""
+        """How many leading spaces are stripped from a text."""
         self.first_differs = chain.first_steps != chain.steps
         self._table = _Table(self._look_up)
 
@@ -59,7 +59,7 @@ class TokenBytes:
 
 
 class _Table(dict[int, bytes]):
-    """Filled as tokens are met; a vocabulary bounds it."""
+    """A cache of token bytes, filled on first use and bounded by the vocabulary."""
 
     def __init__(self, look_up: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Table(dict[int, bytes]):
 
 
 class _Chain:
-    """Reads a decoder's description. The names of the steps are those of the `tokenizers` library."""
+    """The steps of a decoder, read from its JSON description. Their names are those of the `tokenizers` library."""
 
     def __init__(self, decoder: dict[str, Any] | None) -> None:
         self.steps: list[Step] = []

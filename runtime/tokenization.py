@@ -1,6 +1,6 @@
-"""From a request as a client sends it to one as the scheduler takes it: validated, tokenized, with nothing left open.
+"""Turns a client's request into the scheduler's: validated, tokenized, with every default resolved.
 
-It knows of no other request and of no socket: these are tokenizer_manager.py's.
+It knows neither other requests nor sockets, which are the business of tokenizer_manager.py.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.validation import Limits
 
 INLINE_TEXT_LENGTH = 4096
-"""Shorter texts are tokenized in the event loop, in under a millisecond; longer ones in a thread."""
+"""Texts up to this many characters are tokenized in the event loop, within a millisecond; longer ones in a thread."""
 THREADS = 2
 SHOWN_TEXT_LENGTH = 200
 
@@ -37,7 +37,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Tokenization:
-    """What becomes of requests for one model, within its `limits`."""
+    """Validates and tokenizes requests for one model, within its `limits`."""
 
     def __init__(self, args: ServerArgs, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self.limits = Limits(
@@ -58,7 +58,9 @@ class Tokenization:
         return await self._generation(req)
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[list[int]]:
-        """The token ids of texts. Raises RequestError 400, naming `param`, for one that could never fit the model."""
+        """The token ids of each text. Raises RequestError 400, naming `param`, for one that cannot fit into the
+        context.
+        """
         for text in texts:
             if len(text) > self.limits.max_model_len:
                 validation.check_text_length(text, self.limits, self._tokenizer.longest_token, param)
@@ -103,7 +105,7 @@ class Tokenization:
         )
 
     async def _prompts(self, req: GenerateReqInput | EmbeddingReqInput, add_special_tokens: bool, room: int) -> Prompts:
-        """The token ids of each prompt, each of which leaves `room` for more."""
+        """The token ids of each prompt. Raises RequestError 400 unless each leaves `room` tokens of the context."""
         param = validation.prompt_param(req)
         prompts: Prompts = await self.encode(req.texts, add_special_tokens, param) if req.texts else req.input_ids
         validation.check_prompts(prompts, self.limits, param, room)
@@ -124,5 +126,5 @@ def _packed(prompts: Prompts) -> tuple[bytes, ...]:
 
 
 def _shown_text(req: GenerateReqInput | EmbeddingReqInput) -> str:
-    """What `llmserve requests --show-text` shows of it."""
+    """The start of the first prompt, for `llmserve requests --show-text`."""
     return req.texts[0][:SHOWN_TEXT_LENGTH] if req.texts else ""

@@ -1,6 +1,6 @@
-"""The tokenizer of a checkpoint: text to ids, ids to text (at once or bit by bit), a chat to text.
+"""The tokenizer of a checkpoint: text to ids, ids to text (whole or incrementally), and chats to prompts.
 
-It is the `tokenizers` library plus the chat template: importing transformers would cost the front 280 MB and 3 s.
+Built on the `tokenizers` library: importing transformers would cost the front 280 MB and 3 s.
 """
 
 import codecs
@@ -57,7 +57,7 @@ class Tokenizer:
         self._backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
 
     def _set_post_processor(self, config: Mapping[str, Any]) -> None:
-        """As transformers does, where the configuration says what a text is wrapped in."""
+        """Adds BOS and EOS as the configuration says, if it does, like transformers."""
         if "add_bos_token" not in config and "add_eos_token" not in config:
             return
         bos = self.special_tokens.get("bos_token") if config.get("add_bos_token") else None
@@ -72,7 +72,7 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: a text has at least its length by this many tokens."""
+        """Characters of the longest token: a text of n characters has at least n / longest_token tokens."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -80,14 +80,16 @@ class Tokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """One after another: the library's own batch takes every core, and the model needs them."""
+        """Encodes the texts one by one: the library's own batch encoding would use every core, which the model
+        needs.
+        """
         return [self.encode(text, add_special_tokens) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD.
 
-        Where the model spells characters in byte tokens ("<0xE2>"), `tokenizers` gives up a whole run of them when one
-        is wrong; here the good ones are kept, as a stream must show them before it can know.
+        In a run of byte tokens ("<0xE2>") with an invalid one, the valid characters are kept, as a stream has shown
+        them already; `tokenizers` would replace the whole run.
         """
         decoder = IncrementalDecoder(self, skip_special_tokens)
         return decoder.add(ids) + decoder.finish()
@@ -96,20 +98,20 @@ class Tokenizer:
         return self._without_special if skip_special_tokens else self._all
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for in the middle of a text; b"" for an id that the tokenizer does not have."""
+        """The bytes of a token in the middle of a text; b"" for an unknown id."""
         return self._all[token_id]
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is spelled exactly so in the vocabulary."""
+        """The id of the vocabulary's token that is spelled exactly `text`; None where there is none."""
         token_id: int | None = self._backend.token_to_id(text)
         return token_id
 
     @property
     def tool_template(self) -> str | None:
-        """The chat template that is told of tools; None where none is."""
+        """The source of the chat template that renders tools; None if none does."""
         source = self._sources.get("tool_use") or self._sources.get("default", "")
         return source if re.search(r"\btools\b", source) else None
 
@@ -130,11 +132,11 @@ class Tokenizer:
 
 
 class IncrementalDecoder:
-    """Turns the tokens of one sequence into text as they come, in constant time a token and bounded memory.
+    """Turns the tokens of one sequence into text as they come, in constant time per token and bounded memory.
 
-    Text is released when it is certain: never part of a UTF-8 character, and nothing that may still become a stop
-    string. Whatever the tokens and however they are cut into `add` calls, the texts join to `Tokenizer.decode` of all
-    of them, up to the stop string. Of several stop strings the one that is complete first wins, and of those that end
+    Text is released once it is certain: never part of a UTF-8 character, and nothing that may still become part of a
+    stop string. However the tokens are divided into `add` calls, the texts concatenate to `Tokenizer.decode` of all
+    tokens, up to the stop string. Of several stop strings the one that is completed first counts, and of those that end
     together the longest.
     """
 
@@ -145,7 +147,7 @@ class IncrementalDecoder:
         stop: tuple[str, ...] = (),
         min_tokens: int = 0,
     ) -> None:
-        """`min_tokens`: a stop string counts only when it ends after so many tokens."""
+        """A stop string that ends within the first `min_tokens` tokens does not count."""
         self._bytes = tokenizer.bytes_of(skip_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = stop
@@ -154,7 +156,7 @@ class IncrementalDecoder:
         self._strip = self._bytes.strip_left
         self._held = ""
         self.stopped: str | None = None
-        """The stop string that was met. All after it is ignored."""
+        """The stop string that was found; everything after it is ignored."""
 
     def add(self, ids: Sequence[int]) -> str:
         """Takes the next ids and returns the text that has become certain."""
@@ -165,7 +167,7 @@ class IncrementalDecoder:
         return self._release(self._text(ids))
 
     def finish(self) -> str:
-        """The rest: what was withheld. A character that never became whole is U+FFFD."""
+        """Ends the sequence and returns the text that was withheld. An incomplete character becomes U+FFFD."""
         rest = self._release(self._utf8.decode(b"", True))
         if self.stopped is None:
             rest, self._held = rest + self._held, ""
@@ -205,12 +207,12 @@ class IncrementalDecoder:
 
 
 def _find(text: str, stop: str, known: int) -> int:
-    """Where `stop` first ends after the `known` characters."""
+    """The index of the first `stop` in `text` that ends after its first `known` characters; -1 if there is none."""
     return text.find(stop, max(0, known - len(stop) + 1))
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` begin `stop`, without being all of it."""
+    """The length of the longest proper prefix of `stop` that `text` ends with."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -230,14 +232,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(entry: object) -> str:
-    """A special token is written as a string or as {"content": …}."""
+    """The text of a special token, which a config gives as a string or as {"content": …}; "" for anything else."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else ""
 
 
 def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates by name; files win over the configuration, as in transformers."""
+    """The sources of the chat templates by name. Files take precedence over the configuration, as in transformers."""
     sources: dict[str, str] = {}
     inline = config.get("chat_template")
     if isinstance(inline, str):

@@ -1,8 +1,9 @@
-"""TokenizerManager: rid -> request. Tokenizes, sends, collects rows, streams them to who asked, aborts.
+"""TokenizerManager: tokenizes requests, sends them to a scheduler, and streams the rows that come back to their
+consumers.
 
-It lives in the main process, in one event loop, and knows neither HTTP nor the model. A request is registered from the
-moment it is sent until each of its choices has had its last row, also when nobody listens any more, so that rows of an
-abandoned request are never taken for those of a new one with its rid.
+It lives in the main process, in one event loop, and knows neither HTTP nor the model. A request stays registered under
+its rid from its dispatch until every choice has had its last row, even when its consumer has left, so that rows of an
+abandoned request are never taken for those of a new one with the same rid.
 """
 
 import asyncio
@@ -57,19 +58,19 @@ State = Literal["starting", "ready", "draining", "dead"]
 
 FLUSH_INTERVAL_S = 0.01
 SILENCE_S = 2.0
-"""A scheduler speaks every second: what it said so long ago is no news of what it does."""
+"""Metrics older than this do not show whether a scheduler is idle now: it sends them every second."""
 HEALTHY_SILENCE_S = 5.0
-"""A scheduler and a detokenizer that live speak every second; so long without a word, and requests hang."""
+"""Scheduler and detokenizer report every second; after so long without a report the instance is unhealthy."""
 HEALTHY_STEPS = 3
-"""A scheduler speaks between steps only: so many times the longest of late it may be silent."""
+"""A scheduler reports between steps only: it may be silent for so many times the longest recent step."""
 FORGETTING = 0.99
-"""How much of the longest step is remembered from one report of the scheduler to the next: half after a minute."""
+"""Decay of the longest recent step from one report to the next: it halves in about a minute."""
 LAST_ROWS_S = 0.5
-"""A dead replica's rows have come from the detokenizer by then."""
+"""Seconds within which the detokenizer passes on the rows that a dead replica has sent."""
 
 
 class TokenizerManager:
-    """The front of the stack. `start` binds its sockets; requests may come once `state` is "ready"."""
+    """The front of the stack. `start` binds its sockets; requests are accepted while `state` is "ready"."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class TokenizerManager:
         tokenizer: Tokenizer,
         inputs: Sequence[str] = (),
     ) -> None:
-        """`inputs` are the addresses of the replicas' schedulers where there are several."""
+        """`inputs`: the addresses of the schedulers of all replicas; by default that of `ports` alone."""
         self.tokenizer = tokenizer
         self.metrics = FrontMetrics()
         self.state: State = "starting"
@@ -87,18 +88,20 @@ class TokenizerManager:
             inputs or (ports.scheduler_input_ipc_name,), args.page_size, args.max_running_requests
         )
         self.announce: Callable[[State], None] = lambda state: None
-        """Told when an operator's drain begins and when it ends."""
+        """Called when an operator's drain begins and when it ends."""
         self.batches_received = 0
-        """Of rows, since the start."""
+        """Batches of rows since the start."""
         self._ports = ports
         self._in_flight: dict[str, AnyInFlight] = {}
         self._tokenizing: set[str] = set()
         self._tokenization = Tokenization(args, checkpoint.config, tokenizer)
         self._failure = ""
         self._drains_with_scheduler = False
-        """Whether it drains because the scheduler does, on an operator's word, and stops when that does."""
+        """Whether it drains because an operator has told the scheduler to, and so stops draining when the scheduler
+        does.
+        """
         self.detokenizer_heard = time.monotonic()
-        """When it has last said something."""
+        """Monotonic time of the detokenizer's last message."""
         self._heard = self._moved = time.monotonic()
         self._longest_step_s = 0.0
         """Of late."""
@@ -124,9 +127,10 @@ class TokenizerManager:
         ]
 
     def ready(self, max_model_len: int, detokenizer_pid: int | None = None) -> None:
-        """The scheduler serves. Prompt and output share `max_model_len` tokens, perhaps fewer than the model could.
+        """The schedulers serve now. `max_model_len` limits prompt and output together, perhaps below the model's own
+        limit.
 
-        The detokenizer, which has no metrics of its own, is shown among those of the front.
+        The front also reports the metrics of the detokenizer process, which sends none itself.
         """
         if detokenizer_pid is not None:
             self._meters["detokenizer"] = Meter(psutil.Process(detokenizer_pid))
@@ -141,14 +145,14 @@ class TokenizerManager:
             self.state = "draining"
 
     def resume_paused(self) -> None:
-        """Has the schedulers go on that an operator has paused: what they hold could not end."""
+        """Resumes the schedulers that an operator has paused, because their requests could not end otherwise."""
         for replica, metrics in self.schedulers.metrics.items():
             if metrics.state == "paused":
                 log.info("ending the pause, so that requests can end dp_rank=%d", replica)
                 self._push_out(ContinueGenerationReqInput(), replica)
 
     def fail(self, reason: str) -> None:
-        """The stack cannot go on: ends every request with 503 and refuses new ones. Safe to repeat."""
+        """Ends every request with 503 and refuses new ones, because the stack cannot go on. Safe to repeat."""
         if self.state == "dead":
             return
         self.state = "dead"
@@ -161,14 +165,14 @@ class TokenizerManager:
 
     @property
     def scheduler_metrics(self) -> SchedulerMetrics | None:
-        """What the schedulers have said last, together; None before that."""
+        """The latest metrics of all replicas combined; None until each has sent some."""
         return self.schedulers.total
 
     def fail_replica(self, replica: int, reason: str) -> None:
-        """A replica is gone and others serve on: ends its requests with 503.
+        """Ends the requests of a replica that has died, with 503, while the others serve on.
 
-        Rows of theirs may be on the way still. So they stay registered until the detokenizer has passed on last rows,
-        which come from here, a little later.
+        Rows of these requests may still be under way. So they stay registered until final rows, sent from here to the
+        detokenizer a little later, have come back.
         """
         self.schedulers.lose(replica)
         lost = {rid: request for rid, request in self._in_flight.items() if request.replica == replica}
@@ -213,12 +217,12 @@ class TokenizerManager:
 
     @property
     def limits(self) -> Limits:
-        """Of the model that is served."""
+        """The limits of the model that is served."""
         return self._tokenization.limits
 
     @property
     def in_flight(self) -> int:
-        """Requests that somebody waits for, and those that the scheduler has not ended yet."""
+        """The number of requests that have not ended, abandoned ones included."""
         return len(self._in_flight) + len(self._tokenizing)
 
     def healthy(self) -> tuple[bool, str]:
@@ -237,7 +241,7 @@ class TokenizerManager:
 
     @property
     def awaits_rows(self) -> bool:
-        """Whether requests are open that the scheduler has ended: their last rows are on the way, or lost."""
+        """Whether requests are open although the schedulers are idle: their last rows are under way, or lost."""
         metrics = self.scheduler_metrics
         idle = metrics is not None and metrics.running + metrics.waiting == 0
         return bool(self._in_flight) and idle and time.monotonic() - self._heard < SILENCE_S
@@ -245,10 +249,10 @@ class TokenizerManager:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     async def generate(self, req: GenerateReqInput) -> AsyncGenerator[StrRow, None]:
-        """The rows of all choices as they come; each choice's last one has `finish`.
+        """Yields the rows of all choices as they come; the last row of each choice has `finish`.
 
-        Raises RequestError: before the first row where the request is refused, after it where the stack fails. Closing
-        or cancelling it before its end aborts the request.
+        Raises RequestError before the first row when the request is refused, later when the stack fails. Closing or
+        cancelling the generator before its end aborts the request.
         """
         arrival = time.perf_counter()
         message = await self._admit(req)
@@ -264,7 +268,7 @@ class TokenizerManager:
             self._leave(req.rid, request)
 
     async def embed(self, req: EmbeddingReqInput) -> list[EmbeddingRow]:
-        """One row a prompt, in their order. Raises RequestError when the request is refused, or one prompt fails."""
+        """One row per prompt, in order. Raises RequestError when the request is refused or one of its prompts fails."""
         arrival = time.perf_counter()
         message = await self._admit(req)
         request = InFlight[EmbeddingRow](len(message.prompts), arrival)
@@ -282,14 +286,14 @@ class TokenizerManager:
         return sorted(rows, key=lambda row: row.index)
 
     def abort(self, rid: str, message: str = "aborted") -> bool:
-        """Has the scheduler end a request, whose consumer then gets rows that say "abort". False: no such rid."""
+        """Asks the scheduler to end a request; its consumer gets rows that finish with "abort". False: no such rid."""
         if rid not in self._in_flight:
             return False
         self._push_out(AbortReqInput(rids=(rid,), message=message), self._in_flight[rid].replica)
         return True
 
     def http_metrics(self) -> HttpMetrics:
-        """The front's numbers of this moment."""
+        """The front's current metrics, with those of the main process and the detokenizer."""
         processes = []
         for role, meter in self._meters.items():
             with contextlib.suppress(psutil.Error):  # it has just died; the supervisor sees to that
@@ -310,7 +314,7 @@ class TokenizerManager:
         return self.metrics.snapshot(tuple(processes), routed)
 
     async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> tuple[tuple[int, ...], ...]:
-        """The token ids of texts. Raises RequestError 400 for one that could never fit the model."""
+        """The token ids of each text. Raises RequestError 400 for a text that cannot fit into the model's context."""
         return tuple(tuple(ids) for ids in await self._tokenization.encode(texts, add_special_tokens, "prompt"))
 
     # ---- before the scheduler --------------------------------------------------------------------------------------
@@ -369,7 +373,7 @@ class TokenizerManager:
             self._flush_later()
 
     def _leave(self, rid: str, request: AnyInFlight) -> None:
-        """The consumer is done. What has not ended is aborted, and stays registered until the scheduler says it has."""
+        """The consumer has left. An unfinished request is aborted, and stays registered until its last rows come."""
         if request.open and self._in_flight.get(rid) is request:
             request.abandoned = True
             request.rows.clear()

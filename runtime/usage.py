@@ -1,4 +1,4 @@
-"""What a process uses of the machine: its memory, and its share of the CPUs."""
+"""The memory and CPU usage of a process."""
 
 import time
 from collections.abc import Callable
@@ -7,17 +7,17 @@ from typing import NamedTuple
 import psutil
 
 INTERVAL_S = 0.4
-"""CPU time comes in ticks of 10 ms: over less time than this the share would be noise."""
+"""The least time between two measurements: CPU time is counted in ticks of 10 ms."""
 
 
 class Usage(NamedTuple):
     rss_bytes: int
     cpu_percent: float
-    """Of one core, since the last look that was not just before; 0 at the first."""
+    """100 is one core; over the time since the last measurement, at least INTERVAL_S. 0 at first."""
 
 
 class Meter:
-    """Looks at one process. Several may ask at any time without making each other's answer worse."""
+    """Measures one process. Callers may `read` as often as they like without disturbing each other."""
 
     def __init__(self, process: psutil.Process, now: Callable[[], float] = time.monotonic) -> None:
         """Raises psutil.Error, as `read` does, when the process is gone."""

@@ -1,6 +1,7 @@
-"""What a request may ask of the model that is served. Refusals are RequestErrors that name the parameter.
+"""Validation of a request against the limits of the model. A refusal is a RequestError 400 that names the parameter.
 
-Shared by every way in, HTTP and Engine. The shape of HTTP bodies is not checked here, nor whether there is room now.
+Used for requests from HTTP and from Engine alike. The shape of HTTP bodies is checked in server/, and whether there is
+room for a request now in scheduler/intake.py.
 """
 
 import math
@@ -22,14 +23,14 @@ MAX_TOP_LOGPROBS = 20
 
 
 class Limits(NamedTuple):
-    """Of the model that is served. `max_model_len` in tokens, prompt and output together."""
+    """Limits of the model that is served. `max_model_len` is the tokens of prompt and output together."""
 
     vocab_size: int
     max_model_len: int
 
 
 def check_before_tokenizing(req: GenerateReqInput, limits: Limits) -> None:
-    """All that can be said without the tokens of the prompt. Raises RequestError 400."""
+    """Checks everything that does not depend on the tokens of the prompts. Raises RequestError 400."""
     _check_common(req)
     _in_range("n", req.n, 1, MAX_CHOICES_PER_PROMPT)
     choices = req.n * _number_of_prompts(req)
@@ -44,16 +45,17 @@ def check_before_tokenizing(req: GenerateReqInput, limits: Limits) -> None:
 
 
 def check_embedding_before_tokenizing(req: EmbeddingReqInput) -> None:
-    """All that can be said without the tokens of the input. Raises RequestError 400."""
+    """Checks everything that does not depend on the tokens of the inputs. Raises RequestError 400."""
     _check_common(req)
     if _number_of_prompts(req) > MAX_CHOICES:
         raise _refusal("input", f"at most {MAX_CHOICES} inputs a request, not {_number_of_prompts(req)}")
 
 
 def check_text_length(text: str, limits: Limits, longest_token: int, param: str) -> None:
-    """Refuses a text that cannot fit whatever its tokens are, so that nobody waits for it to be tokenized.
+    """Refuses a text that is too long whatever its tokens are, before time is spent on tokenizing it. Raises
+    RequestError 400.
 
-    `longest_token` in characters.
+    `longest_token`: characters of the longest token of the vocabulary.
     """
     least = len(text) // longest_token
     if least > limits.max_model_len:
@@ -61,7 +63,9 @@ def check_text_length(text: str, limits: Limits, longest_token: int, param: str)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], limits: Limits, param: str, room: int = 0) -> None:
-    """Checks token ids. Each prompt must leave `room` for tokens to come. Raises RequestError 400."""
+    """Checks the token ids of prompts, each of which must leave `room` tokens of the context. Raises RequestError
+    400.
+    """
     for ids in prompts:
         if not ids:
             raise _refusal(param, f"the {param} is empty: the model needs at least one token to begin from")
@@ -73,7 +77,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], limits: Limits, param: str, 
 
 
 def resolve_max_new_tokens(params: SamplingParams, longest_prompt: int, limits: Limits) -> int:
-    """The number that `max_new_tokens` stands for. Raises RequestError 400 when prompt and output do not fit."""
+    """`max_new_tokens` with FILL_CONTEXT resolved. Raises RequestError 400 when prompt and output do not fit."""
     room = limits.max_model_len - longest_prompt
     if params.max_new_tokens == FILL_CONTEXT:
         if params.min_new_tokens > room:
@@ -104,7 +108,7 @@ def _check_common(req: GenerateReqInput | EmbeddingReqInput) -> None:
 
 
 def prompt_param(req: GenerateReqInput | EmbeddingReqInput) -> str:
-    """What OpenAI calls the prompts of such a request."""
+    """The name of the prompts in OpenAI's API, for errors."""
     return "prompt" if isinstance(req, GenerateReqInput) else "input"
 
 

@@ -1,7 +1,7 @@
 """The wire: one message, one ZeroMQ frame, one pickle of plain builtins. The only module that imports zmq.
 
-It owns the format and the sockets' settings; what is said over them (messages.py) and who may not fall behind
-(outbox.py) lie elsewhere. Sockets are ipc only, in a directory of mode 0700, and each is used by one thread.
+It owns the format and the settings of the sockets; the messages are in messages.py, the queue in front of a slow
+receiver in outbox.py. Sockets are ipc only, in a directory of mode 0700, and each is used by one thread.
 """
 
 import functools
@@ -28,23 +28,25 @@ MAX_RPC_FRAME_BYTES = 1 << 20
 HIGH_WATER = 1000
 RPC_HIGH_WATER = 100
 SKIP_S = 0.0005
-"""So long at what is no message and a receiver lets its caller go on with other work first."""
+"""After so many seconds spent on frames that hold no message, a receive returns so that its caller can do other
+work.
+"""
 MAX_OPCODES = 1 << 20
 MAX_RPC_OPCODES = 1 << 14
-"""In a frame. Each is one to some hundred bytes of objects, and at worst 0.2 us of decoding; between two steps there is
-time for 3 ms. The name of a request takes up to eight of them.
+"""Limits on the pickle opcodes in a frame. Each costs one to a few hundred bytes and at most 0.2 us to decode; 3 ms
+between two steps are acceptable. A rid takes up to eight of them.
 """
 
 
 class WireError(Exception):
-    """A bad frame. The text never holds the frame's contents."""
+    """A frame that is not a valid message, or is too large. The text never quotes the frame."""
 
 
 # ---- the format ----------------------------------------------------------------------------------------------------
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """The frame of a message: pickle protocol 5 of its builtins. Raises WireError when no receiver would take it."""
+    """The frame of a message: pickle protocol 5 of its builtins. Raises WireError when it exceeds MAX_FRAME_BYTES."""
     frame = pickle.dumps(msgspec.to_builtins(message, builtin_types=(bytes,)), protocol=5)
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"a {type(message).__name__} of {len(frame)} bytes is above the limit of {MAX_FRAME_BYTES}")
@@ -68,7 +70,9 @@ def decode(frame: bytes, kind: Any = AnyMessage, max_opcodes: int = MAX_OPCODES)
 
 
 def _struct_of(data: Any, kind: Any) -> Any:
-    """The struct that the tag in `data` names; msgspec.convert would take the whole union apart at every call."""
+    """The struct that the tag in `data` names. Given the whole union, msgspec.convert would analyse it at every
+    call.
+    """
     if not isinstance(kind, types.UnionType):
         return kind
     struct = _members(kind).get(data["type"])
@@ -111,7 +115,7 @@ _RUN = re.compile(
 
 
 def _check_opcodes(frame: bytes, max_opcodes: int) -> None:
-    """Raises WireError unless the frame is one whole pickle of plain data, of no more than so many opcodes."""
+    """Raises WireError unless the frame is one complete pickle of plain data with at most `max_opcodes` opcodes."""
     if not frame.startswith(b"\x80\x05"):
         raise WireError("a frame does not begin like a pickle of protocol 5")
     position, left = 2, max_opcodes
@@ -136,7 +140,7 @@ def _check_opcodes(frame: bytes, max_opcodes: int) -> None:
 
 
 class _Socket:
-    """A ZeroMQ socket with the settings that all of ours have."""
+    """A ZeroMQ socket with the settings that all channels share."""
 
     def __init__(
         self,
@@ -152,9 +156,9 @@ class _Socket:
         self.bad_frames = 0
         self._max_opcodes = max_opcodes
         self._parts: list[bytes] = []
-        """Of the message that is being read."""
+        """Parts of the message that is being received."""
         self._behind = False
-        """Whether the last `_take` gave up where there may be more to read."""
+        """Whether the last `_take` gave up while there may have been more to read."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         self._socket.set_hwm(high_water)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -174,7 +178,7 @@ class _Socket:
         self._socket.close()
 
     def _send(self, *frames: bytes) -> bool:
-        """Whether the message could go at once."""
+        """Sends without blocking; whether the socket took the message."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -182,10 +186,9 @@ class _Socket:
         return True
 
     def _take(self, kind: Any, parts: int = 1) -> tuple[bytes, Any] | None:
-        """The first part and the decoded last part of the next message that has exactly so many parts.
+        """The first part, and the last part decoded, of the next message with exactly `parts` parts.
 
-        None when nothing is there, or when bad ones, or parts too many, took so long that the caller should see to
-        other work.
+        None when there is none, or when bad messages have taken SKIP_S, so that the caller can do other work.
         """
         gives_up = time.monotonic() + SKIP_S
         self._behind = False
@@ -221,9 +224,9 @@ class _Socket:
                 await self._readable()
 
     async def _readable(self) -> None:
-        """Waits until there may be something to read; to be called when a recv has found nothing.
+        """Waits until there may be something to read. To be called only after a recv has found nothing.
 
-        The descriptor of a ZeroMQ socket tells of changes only, and a send may swallow what it tells.
+        The descriptor of a ZeroMQ socket is edge-triggered, and a send may consume its event.
         """
         import asyncio
 
@@ -236,28 +239,30 @@ class _Socket:
             loop.remove_reader(self._socket.fileno())
 
     def _count_bad(self, reason: WireError) -> None:
-        """Counts a bad frame and logs at each doubling of the count, so that a flood of them does not flood the log."""
+        """Counts a bad frame and logs whenever the count is a power of two, so that a flood of them does not flood the
+        log.
+        """
         self.bad_frames += 1
         if self.bad_frames.bit_count() == 1:
             log.warning("bad frame dropped: socket=%s count=%d reason=%s", self.address, self.bad_frames, reason)
 
 
 class Push(_Socket):
-    """The sending end of a channel: connects, also before the other end binds, and never blocks.
+    """The sending end of a channel: connects, even before the other end binds, and never blocks.
 
-    Messages that the socket does not take wait in an outbox; while it is `congested` the caller should start no new
-    work.
+    Messages that the socket does not take are queued in an outbox; while that is `congested` the caller should start no
+    new work.
     """
 
     def __init__(self, address: str, *, high_water: int = HIGH_WATER, outbox: int = 256):
         super().__init__(zmq.PUSH, address, bind=False, high_water=high_water)
         self._outbox = Outbox(mark=outbox)
         self.dropped = 0
-        """Offered messages that could not go."""
+        """Messages passed to `offer` that could not be sent."""
 
     @property
     def backlog(self) -> int:
-        """Messages that wait in the outbox."""
+        """Messages in the outbox."""
         return len(self._outbox)
 
     @property
@@ -265,22 +270,22 @@ class Push(_Socket):
         return self._outbox.full
 
     def send(self, message: Message) -> None:
-        """Sends a message after all those sent before it, now or at a later send or flush; it is never dropped.
+        """Sends a message in order, now or at a later `send` or `flush`; it is never dropped.
 
-        Raises WireError when it, or one row of it, is too large for a frame.
+        Raises WireError when it, or one of its rows, is too large for a frame.
         """
         self._outbox.append(message)
         self.flush()
 
     def offer(self, message: Message) -> bool:
-        """Sends a message if it can go at once, else drops it and counts it in `dropped`."""
+        """Sends a message if the socket takes it at once; otherwise drops it and counts it in `dropped`."""
         if self.flush() and self._send(encode(message)):
             return True
         self.dropped += 1
         return False
 
     def flush(self) -> bool:
-        """Sends what waits, as far as the socket takes it. True when the outbox is empty."""
+        """Sends from the outbox until the socket takes no more. True when the outbox is empty."""
         while self._outbox:
             try:
                 frame = encode(self._outbox.head)
@@ -296,14 +301,14 @@ class Push(_Socket):
 
 
 class Pull(_Socket):
-    """The receiving end of a channel: binds. `kind` is the type, or the union, of the messages that may come."""
+    """The receiving end of a channel: binds. `kind` is the type of the messages that may come, or a union of types."""
 
     def __init__(self, address: str, kind: Any):
         super().__init__(zmq.PULL, address, bind=True, high_water=HIGH_WATER)
         self._kind = kind
 
     def recv(self) -> Message | None:
-        """The next message, None when there is none now. Bad frames are counted, logged and skipped."""
+        """The next message; None when there is none now. Bad frames are counted, logged and skipped."""
         taken = self._take(self._kind)
         return taken and taken[1]
 
@@ -314,18 +319,18 @@ class Pull(_Socket):
 
 
 class Router(_Socket):
-    """The scheduler's end of the RPC channel: binds, and answers whichever client asked."""
+    """The scheduler's end of the RPC channel: binds, and addresses each answer to the client that asked."""
 
     def __init__(self, address: str):
         limits = {"high_water": RPC_HIGH_WATER, "max_bytes": MAX_RPC_FRAME_BYTES, "max_opcodes": MAX_RPC_OPCODES}
         super().__init__(zmq.ROUTER, address, bind=True, **limits)
 
     def recv(self) -> tuple[bytes, RpcEnvelope] | None:
-        """The next request and the client to answer. Bad frames are counted, logged and skipped."""
+        """The identity of a client and its next request. Bad frames are counted, logged and skipped."""
         return self._take(RpcEnvelope, parts=2)
 
     def send(self, client: bytes, envelope: RpcEnvelope) -> bool:
-        """False: the client is gone, or does not read; the envelope is dropped."""
+        """Whether it was sent: a client that is gone or does not read gets nothing."""
         try:
             return self._send(client, encode(envelope))
         except zmq.ZMQError:  # no route to the client: it has disconnected
@@ -339,11 +344,11 @@ class Dealer(_Socket):
         super().__init__(zmq.DEALER, address, bind=False, high_water=RPC_HIGH_WATER)
 
     def send(self, envelope: RpcEnvelope) -> bool:
-        """False: the server has not taken the last hundred envelopes."""
+        """Whether it was sent: a server that leaves RPC_HIGH_WATER envelopes unread gets no more."""
         return self._send(encode(envelope))
 
     def recv(self, timeout_s: float) -> RpcEnvelope | None:
-        """The next answer, None when none comes in time."""
+        """The next answer; None when none comes within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while True:
             taken = self._take(RpcEnvelope)
@@ -353,7 +358,7 @@ class Dealer(_Socket):
             self._socket.poll(math.ceil(left_s * 1000))
 
     async def arecv(self) -> RpcEnvelope:
-        """Waits for the next answer. Nothing may be sent on this socket meanwhile."""
+        """Waits for the next answer. Nothing may be sent on this socket until it has come."""
         envelope: RpcEnvelope = await self._atake(RpcEnvelope)
         return envelope
 
