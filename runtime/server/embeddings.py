@@ -11,7 +11,6 @@ from starlette.responses import Response
 from llmserve.runtime.messages import EmbeddingReqInput, EmbeddingRow
 from llmserve.runtime.server.body import Prompts, invalid, json_response, read_json, split_prompts
 from llmserve.runtime.server.context import Context
-from llmserve.runtime.server.errors import finish_error
 from llmserve.runtime.server.fields import given
 from llmserve.runtime.server.generation import request_id
 from llmserve.runtime.server.openapi import operation
@@ -19,12 +18,12 @@ from llmserve.runtime.server.openapi import operation
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     input: Prompts
-    """A text, several texts, the token ids of one input, or of several."""
+    """One text, several texts, the token ids of one input, or of several."""
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     pooling: Literal["mean", "last"] | None = None
-    """Which hidden states make the vector: that of the last token (default), or the mean of all."""
+    """The hidden state of the last token (default), or the mean over all tokens."""
     normalize: bool | None = None
     """Whether the vector has length 1 (default true)."""
     user: str | None = None
@@ -67,9 +66,6 @@ def add_routes(app: FastAPI, context: Context) -> None:
                 user=given(body.user, ""),
             )
         )
-        for row in rows:
-            if row.finish is not None and (error := finish_error(row.finish)):
-                raise error
         tokens = sum(row.prompt_tokens for row in rows)
         return json_response(
             EmbeddingList(
