@@ -1,6 +1,6 @@
-"""The HTTP server of an instance: uvicorn on a listening socket, which answers 503 until the application is there.
+"""The HTTP server of an instance: uvicorn on a bound socket, answering 503 until it is given an application.
 
-Signals and the order of a drain are serve.py's; what a route does is server/'s.
+Signals and the drain are in serve.py, the application in server/.
 """
 
 import asyncio

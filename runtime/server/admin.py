@@ -1,6 +1,6 @@
-"""The operators' routes: the scheduler's own verbs over its RPC socket, as the command line uses them.
+"""The operators' routes: the control requests of the schedulers, over their RPC sockets, as on the command line.
 
-They ask for the admin key (auth.py). Answers and refusals are the scheduler's; a caller who leaves cancels the call.
+They require the admin key (auth.py). A client that disconnects cancels its call.
 """
 
 from typing import Literal, TypeVar
@@ -32,7 +32,9 @@ AnswerT = TypeVar("AnswerT", bound=Message)
 
 TIMEOUT_S = 10.0
 LONG_TIMEOUT_S = 3600.0
-"""For what waits for requests or reads a checkpoint: as long as the caller does."""
+"""For calls that wait for requests or read a checkpoint: practically unlimited, as a client that leaves cancels the
+call.
+"""
 
 STATUSES: dict[ErrorCode, int] = {
     "busy": 409,
@@ -52,7 +54,7 @@ class FlushCacheBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`rid` names one request or several exactly; the other fields choose in bulk."""
+    """`rid` names one request or several; the other fields select requests in bulk."""
 
     rid: str | list[str] = []
     prefix: str = ""
@@ -77,9 +79,10 @@ class ContinueBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def add_routes(app: FastAPI, rpc: Replicas) -> None:
     async def call(request: ControlRequest[AnswerT], timeout_s: float = TIMEOUT_S, failed: int = 500) -> Response:
-        """The scheduler's answer; of several replicas {"replicas": [...]}, each with the replica's number.
+        """The scheduler's answer as JSON; with several replicas {"replicas": [...]}, each entry with its replica's
+        number.
 
-        `failed`: the status of a failure.
+        `failed` is the HTTP status for the error code "failed".
         """
         try:
             answers = await rpc.each(request, timeout_s)
@@ -93,13 +96,15 @@ def add_routes(app: FastAPI, rpc: Replicas) -> None:
 
     @app.post("/flush_cache", openapi_extra=operation(FlushCacheBody))
     async def flush_cache(request: Request) -> Response:
-        """Empties the prefix cache. 409 with the counts while requests run, unless told to wait or to abort them."""
+        """Empties the prefix cache. 409 with the counts while requests run, unless told to wait for them or to abort
+        them.
+        """
         body = await read_json(request, FlushCacheBody)
         return await call(FlushCacheReqInput(wait_s=body.wait_s, abort=body.abort), body.wait_s + TIMEOUT_S)
 
     @app.post("/abort_request", openapi_extra=operation(AbortBody))
     async def abort_request(request: Request) -> Response:
-        """Ends requests and says which were found, after their memory is back."""
+        """Aborts requests; answers once their memory is free, with the rids that were found and those that were not."""
         body = await read_json(request, AbortBody)
         return await call(
             AbortReqInput(
@@ -112,7 +117,9 @@ def add_routes(app: FastAPI, rpc: Replicas) -> None:
 
     @app.post("/update_weights_from_disk", openapi_extra=operation(UpdateWeightsBody))
     async def update_weights_from_disk(request: Request) -> Response:
-        """Swaps the weights for those of another checkpoint of the same model, or leaves them as they are."""
+        """Swaps the weights for those of another checkpoint of the same model. On any failure the old ones go on
+        serving.
+        """
         body = await read_json(request, UpdateWeightsBody)
         # What fails is the checkpoint: it is missing, damaged, or of another model.
         return await call(UpdateWeightReqInput(**msgspec.structs.asdict(body)), LONG_TIMEOUT_S, failed=400)
@@ -131,5 +138,5 @@ def add_routes(app: FastAPI, rpc: Replicas) -> None:
 
     @app.get("/get_load")
     async def get_load() -> Response:
-        """How much runs and waits, and how much of the KV pool is in use."""
+        """The numbers of running and waiting requests, and the use of the KV pool."""
         return await call(GetLoadReqInput())

@@ -1,4 +1,4 @@
-"""build_app: the HTTP application of one instance, made from what it depends on."""
+"""build_app: the HTTP application of one instance, made from its dependencies."""
 
 import importlib.metadata
 
@@ -60,11 +60,10 @@ def build_app(
     checkpoint: Checkpoint,
     rpc: Replicas,
 ) -> FastAPI:
-    """The routes over one TokenizerManager, and the operators' over the scheduler's RPC socket.
+    """The application: OpenAI's and native routes over the TokenizerManager, and the operators' over `rpc`.
 
-    `options` are the ServerArgs in effect, to be shown: `args`, and what has been chosen of it.
-
-    No interactive documentation: its pages load scripts from elsewhere.
+    `options` are the values in effect of `args`, for /server_info. There is no interactive documentation, because its
+    pages would load scripts from other sites.
     """
     context = Context(manager=tokenizer_manager, args=args, options=options, checkpoint=checkpoint)
     app = FastAPI(

@@ -1,7 +1,7 @@
-"""Which key a path asks for. Every path asks for one, known or not, but the open ones named here.
+"""API keys: which key a path requires. Every path requires one, known or not, except the open ones named here.
 
-There are two keys. The API key opens everything but the admin paths, the admin key opens everything. Where no admin key
-is set the API key opens the admin paths too; where no key is set at all, nothing asks for one.
+The API key opens everything but the admin paths; the admin key opens everything. Without an admin key the API key opens
+the admin paths too, and without any key nothing requires one.
 """
 
 import hmac
@@ -24,7 +24,7 @@ ADMIN_PATHS = frozenset(
 
 
 class KeyPolicy:
-    """Decides whether a request may enter, by its path and its Authorization header."""
+    """Decides by path and Authorization header whether a request is allowed."""
 
     def __init__(self, args: ServerArgs, secrets: Secrets) -> None:
         self._api_keys = [key.encode() for key in (secrets.api_key, secrets.admin_api_key) if key]
@@ -33,7 +33,7 @@ class KeyPolicy:
         self._closed = secrets.api_key is not None
 
     def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises RequestError 401 when the request does not carry the key that its path asks for."""
+        """Raises RequestError 401 unless the request carries a key that its path accepts."""
         if path in ADMIN_PATHS:
             accepted = self._admin_keys
         elif path in self._open or not self._closed:

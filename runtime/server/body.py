@@ -1,4 +1,4 @@
-"""JSON in and out: reads a body into its type, strictly; what is wrong is refused with 400 naming the parameter."""
+"""JSON bodies: strict decoding into types, with errors 400 that name the parameter, and responses."""
 
 import re
 from typing import TypeVar
@@ -12,22 +12,22 @@ from llmserve.runtime.request_error import RequestError
 T = TypeVar("T")
 
 Prompts = str | list[str | int | list[int]]
-"""A text, several texts, the token ids of one prompt, or of several: `split_prompts` tells which."""
+"""One text, several texts, the token ids of one prompt, or of several. See `split_prompts`."""
 
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> RequestError:
-    """A request that can never be served as it is: status 400."""
+    """An error 400: the request can never be served as it is."""
     return RequestError(400, message, param=param, code=code)
 
 
 async def read_json(request: Request, kind: type[T]) -> T:
-    """The body as `kind`. Raises RequestError 415 for another content type and 400 for anything that does not fit.
+    """The body as `kind`. Raises RequestError 415 for another content type, and 400 for a body that does not fit.
 
-    A browser sends JSON to another site only after asking (CORS), but text, forms or nothing without: hence no leniency
-    here, but for no body at all, an empty object, from what is no browser, as it names no origin.
+    The content type is a protection: a browser sends JSON to another site only after a CORS preflight, but text and
+    forms without one. A request without body, content type and Origin header, so not from a browser, counts as {}.
     """
     content_type = request.headers.get("content-type", "")
     if not content_type and "origin" not in request.headers and not await request.body():
@@ -57,7 +57,7 @@ def json_response(answer: object, status: int = 200) -> Response:
 
 
 def split_prompts(prompts: Prompts, param: str) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    """The texts, or else the token ids, of each prompt. Raises RequestError 400 for an empty list or a mixed one."""
+    """The texts of the prompts, or else their token ids. Raises RequestError 400 for an empty or a mixed list."""
     if isinstance(prompts, str):
         return (prompts,), ()
     if not prompts:
@@ -71,7 +71,7 @@ def split_prompts(prompts: Prompts, param: str) -> tuple[tuple[str, ...], tuple[
 
 
 def _explained(text: str) -> RequestError:
-    """msgspec says where: "Expected `int`, got `str` - at `$.messages[0].role`"."""
+    """The error for a message of msgspec, such as "Expected `int`, got `str` - at `$.messages[0].role`"."""
     found = _PATH.search(text)
     path = found["path"] if found else ""
     message = text[: found.start()] if found else text

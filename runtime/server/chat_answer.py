@@ -1,4 +1,4 @@
-"""The answers of /v1/chat/completions, whole and as chunks of a stream, made of the rows of a request."""
+"""Answers of /v1/chat/completions, whole and as chunks of a stream, made from the rows of a request."""
 
 import time
 
@@ -21,7 +21,7 @@ class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole call: it is told when it is complete."""
+    """A whole tool call; calls are not split into deltas."""
 
     index: int
     id: str
@@ -72,7 +72,7 @@ def _finish_reason(reason: str, calls: int) -> str:
 
 
 class ChatWriter:
-    """Writes the rows of one request as chunks of a stream, or all of them as one answer."""
+    """A RowWriter (sse.py) for chats, which can also write all rows of the request as one answer."""
 
     def __init__(self, context: Context, req: GenerateReqInput, tools: ToolUse | None, model: str, usage: bool) -> None:
         self._tally = Tally(req.n)
@@ -136,7 +136,7 @@ class ChatWriter:
         return ChatChoice(index=index, message=message, logprobs=self._logprobs(rows), finish_reason=finish_reason)
 
     def _read(self, index: int, text: str, last: bool) -> tuple[str, list[ToolCall], int]:
-        """The words and the calls in a choice's new text, and how many calls came before."""
+        """The plain text and the tool calls in new text of a choice, and how many calls came before."""
         if self._tools is None:
             return text, [], 0
         if index not in self._readers:

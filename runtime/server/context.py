@@ -1,4 +1,4 @@
-"""What the routes depend on, given to them by build_app; there is no module state."""
+"""Context: the dependencies of the routes, passed to them by build_app. There is no module-level state."""
 
 import dataclasses
 import time
@@ -17,7 +17,7 @@ class Context:
     options: dict[str, object]
     checkpoint: Checkpoint
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-    """Unix seconds, the `created` of the model."""
+    """Unix seconds: the `created` of the model in /v1/models."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -28,7 +28,9 @@ class Context:
         return self.args.served_model_names or (self.checkpoint.name,)
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with, the first one where none is asked for. Raises RequestError 404 for any other."""
+        """The model name for the answer, by default the first served one. Raises RequestError 404 for a name not
+        served.
+        """
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:

@@ -1,4 +1,4 @@
-"""What a client is told when something goes wrong: OpenAI's nested error object, for every route and in mid-stream."""
+"""Errors as clients see them: OpenAI's error object, for every route and within streams."""
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -17,7 +17,7 @@ class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of OpenAI's errors, at every status."""
+    """The body of an error, at every status."""
 
     error: ErrorObject
 
@@ -28,26 +28,26 @@ def error_json(error: RequestError) -> bytes:
 
 
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
-    """503 says when to try again: clients that know how wait so long."""
+    """The response for an error. 503 has a Retry-After header, which OpenAI's clients follow."""
     if error.status == 503:
         headers = {"Retry-After": "1", **(headers or {})}
     return Response(error_json(error), status_code=error.status, headers=headers, media_type="application/json")
 
 
 def finish_error(finish: FinishReason) -> RequestError | None:
-    """The error that a finish reason stands for, or None where it is an answer (an operator's abort is one)."""
+    """The error that a finish reason stands for; None where it ends an answer, as an operator's abort does."""
     if finish.status < 400:
         return None
     return RequestError(finish.status, finish.message or f"the request ended with {finish.type}")
 
 
 def unexpected(error: BaseException) -> RequestError:
-    """What a client may know of a defect: that there was one. The log has the rest."""
+    """The error 500 for an unexpected exception: only its type, as the rest is for the log."""
     return RequestError(500, f"internal error ({type(error).__name__}); the server's log has the details")
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Routing's own refusals: no such path, or not with that method."""
+    """Errors of Starlette's router: an unknown path, or a method that a path does not allow."""
     assert isinstance(error, HTTPException)
     messages = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed on this path"}
     message = messages.get(error.status_code, str(error.detail))

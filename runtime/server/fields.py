@@ -1,8 +1,7 @@
-"""The parameters that both OpenAI APIs take, and what becomes of those that are not supported.
+"""The parameters that both OpenAI APIs have in common, and the refusal of those that are not supported.
 
-A parameter is honoured or refused by name. Those that OpenAI's clients send with a value that asks for nothing
-("functions": []) are accepted with that value only. `null` means absent, as it does for OpenAI. Ranges are the
-TokenizerManager's business.
+Every parameter is honoured or refused by name. Unsupported ones are accepted only with a neutral value that asks for
+nothing, such as "functions": []. `null` means absent, as at OpenAI. Ranges are checked in validation.py.
 """
 
 import re
@@ -17,7 +16,7 @@ from llmserve.runtime.server.structured import ResponseFormat, StructuredOutputs
 T = TypeVar("T")
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
-"""One spelling for each, so that no id is given twice."""
+"""Canonical decimal, so that no id can be given twice."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,11 +52,11 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fie
     stream_options: StreamOptions | None = None
     user: str | None = None
     rid: str | None = None
-    """The name of the request for `llmserve abort` and in the log; the answer's `id`. Made up where there is none."""
+    """The request id for `llmserve abort` and the log, and the answer's `id`; generated if absent."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    """What `response_format` cannot say, as vLLM takes it."""
+    """Constraints that `response_format` cannot express, as in vLLM."""
 
     # Refused unless neutral: see UNSUPPORTED.
     store: object = None
@@ -90,7 +89,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
 
 
 def refuse_unsupported(body: msgspec.Struct) -> None:
-    """Raises RequestError 400 for the first field of `body` that asks for something in UNSUPPORTED."""
+    """Raises RequestError 400 for the first field of `body` in UNSUPPORTED that has no neutral value."""
     for name in body.__struct_fields__:
         rule = UNSUPPORTED.get(name)
         if rule is None:
@@ -121,7 +120,7 @@ def check_max_tokens(value: int | None, name: str = "max_tokens") -> None:
 def sampling_params(body: SamplingFields, max_tokens: int | None, min_tokens: int | None) -> SamplingParams:
     """The sampling parameters of a request, with OpenAI's defaults.
 
-    `max_tokens` None means all that the context has room for. -1 turns `top_k` off as 0 does, because clients of other
+    `max_tokens` None means as many as the context has room for. `top_k` -1 means off, like 0, because clients of other
     servers send it.
     """
     if body.seed == UNSEEDED:
@@ -146,7 +145,7 @@ def sampling_params(body: SamplingFields, max_tokens: int | None, min_tokens: in
 
 
 def _logit_bias_pairs(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
-    """JSON has string keys only: {"50256": -100}."""
+    """(token id, bias) pairs from a JSON object, whose keys are strings: {"50256": -100}."""
     bias = bias or {}
     if wrong := [key for key in bias if not _TOKEN_ID.fullmatch(key)]:
         raise invalid(f"the keys of logit_bias must be token ids, not {wrong[0]!r}", "logit_bias")

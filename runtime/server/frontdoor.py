@@ -1,7 +1,7 @@
-"""The outermost layer of the app: keys, the size of bodies, clients that leave, and errors that nobody caught.
+"""The outermost ASGI layer: API keys, limits on bodies, clients that disconnect, and uncaught errors.
 
-It is one ASGI class and not a stack of framework middleware, which would put a queue between the answer and the socket
-and hide the client's leaving.
+It is a plain ASGI class: Starlette's BaseHTTPMiddleware would put a queue between the answer and the socket, and hide
+that a client has disconnected.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 
 
 class ClientLeft(Exception):
-    """The client closed its connection before it had its answer."""
+    """The client has disconnected before its answer was complete."""
 
 
 class Frontdoor:
-    """Checks the key, reads the body for the app, and cancels the app when the client leaves.
+    """Checks the key, reads the body for the app, and cancels the app when the client disconnects.
 
-    What the app does for a request it does in the task that is cancelled, so that leaving aborts it, on every route.
+    The app serves a request within the cancelled task, so that disconnecting aborts the request on every route.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyPolicy, max_body_bytes: int = MAX_BODY_BYTES) -> None:
@@ -55,7 +55,7 @@ class Frontdoor:
 
 
 async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The body, refused with 413 as soon as it is known to be too long; what is too long is never kept."""
+    """The body. Raises RequestError 413 as soon as it is known to exceed `limit` bytes; no more than that is kept."""
     too_long = RequestError(413, f"the request body is longer than {limit} bytes", code="request_too_large")
     announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if int(announced) > limit:
@@ -76,7 +76,7 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 class _Replay:
-    """The `receive` of the app: the body, whole. The client's leaving is not told here, it cancels."""
+    """The `receive` of the app: gives it the whole body. A disconnect is not reported here, as it cancels the app."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
@@ -89,7 +89,7 @@ class _Replay:
 
 
 class _cancelled_when_client_leaves:
-    """Cancels what is in the block when the client leaves, and then raises ClientLeft. Made like asyncio.Timeout."""
+    """Cancels the block when the client disconnects, and then raises ClientLeft. Built like asyncio.Timeout."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

@@ -1,4 +1,4 @@
-"""What every generating route shares: gathering the rows of a request into whole choices, and counting tokens."""
+"""Shared by all generating routes: request ids, gathering rows into whole choices, and counting tokens."""
 
 import uuid
 from collections.abc import AsyncGenerator
@@ -13,7 +13,9 @@ from llmserve.runtime.validation import MAX_RID_LENGTH
 
 
 def request_id(rid: str | None, prefix: str) -> str:
-    """The rid that the caller chose, or a new one. It is shown in terminals and logs, so it must be printable."""
+    """The client's rid, or a new one. Raises RequestError 400 for one that is too long or not printable, as it is shown
+    in terminals and logs.
+    """
     if rid is None:
         return f"{prefix}{uuid.uuid4().hex}"
     if not 0 < len(rid) <= MAX_RID_LENGTH or not rid.isprintable():
@@ -26,7 +28,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a whole request: a prompt counts once, however many choices continue it."""
+    """Tokens of a whole request. A prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -35,7 +37,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally:
-    """Counts a request's tokens from the last row of each choice that it has seen; rows hold totals."""
+    """Counts the tokens of a request by the last row of each choice, as rows hold totals."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -57,7 +59,7 @@ class Tally:
 
 
 async def collect(rows: AsyncGenerator[StrRow, None]) -> list[list[StrRow]]:
-    """All rows of a request by choice, in the order of their indices.
+    """All rows of a request, one list per choice, in the order of the choices.
 
     Raises RequestError when a choice ends with an error. Cancelling it closes `rows`, which aborts the request.
     """

@@ -1,4 +1,4 @@
-"""Logprobs in the three shapes that clients know: OpenAI's for chats, OpenAI's for completions, and the native one."""
+"""Logprobs in three formats: OpenAI's for chats, OpenAI's for completions, and the native one."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,11 +10,11 @@ from llmserve.runtime.messages import Logprobs
 from llmserve.runtime.tokenizer import IncrementalDecoder, Tokenizer
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot write, as it does at OpenAI."""
+"""Stands for minus infinity, which JSON does not have; OpenAI uses the same value."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """One token, its logprob (None where there is none: the first token of a prompt) and the likeliest in its place."""
+    """A token, its logprob (None for the first token of a prompt) and the likeliest tokens at its position."""
 
     token_id: int
     logprob: float | None
@@ -27,7 +27,7 @@ def token_ids(data: bytes) -> list[int]:
 
 
 def unpack(ids: Sequence[int], logprobs: Logprobs) -> list[TokenLogprob]:
-    """The logprobs of the tokens `ids`, [k]; `logprobs` holds as many."""
+    """The logprobs of the k tokens `ids`; `logprobs` must hold as many."""
     k, top = len(ids), logprobs.top
     chosen = np.frombuffer(logprobs.token_logprobs, dtype="<f4").tolist()
     top_ids = np.frombuffer(logprobs.top_ids, dtype="<i4").reshape(k, top).tolist()
@@ -53,7 +53,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> ChatLogprobs:
-    """OpenAI's shape for chats: each token with its bytes, and the likeliest tokens the same way."""
+    """OpenAI's format for chats: each token with its bytes, and the likeliest tokens likewise."""
 
     def one(id: int, logprob: float | None, top: list[ChatTokenLogprob] | None) -> ChatTokenLogprob:
         data = tokenizer.token_bytes(id)
@@ -72,10 +72,10 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobEncoder:
-    """OpenAI's shape for completions, for the tokens of one choice as they come.
+    """OpenAI's format for completions, for the tokens of one choice as they come.
 
-    `text_offset` is where a token begins in the choice's `text`, in characters; with `echo` that begins with the
-    prompt.
+    `text_offset` is the character position of a token in the choice's `text`, which begins with the prompt if `echo` is
+    set.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -96,7 +96,7 @@ class CompletionLogprobEncoder:
         )
 
     def _top(self, entry: TokenLogprob) -> dict[str, float] | None:
-        """The likeliest tokens and the chosen one. Of two that are spelled alike the likelier counts."""
+        """The likeliest tokens and the sampled one. Of two with the same spelling the likelier one counts."""
         if entry.logprob is None:
             return None
         top: dict[str, float] = {}
@@ -105,7 +105,7 @@ class CompletionLogprobEncoder:
         return top
 
     def _spell(self, id: int) -> str:
-        """A token that is not whole characters is written as its bytes, as OpenAI does: `bytes:\\xe2\\x80`."""
+        """A token's text, or its bytes as `bytes:\\xe2\\x80` where they are not valid UTF-8, as at OpenAI."""
         data = self._tokenizer.token_bytes(id)
         try:
             return data.decode("utf-8")
@@ -114,7 +114,7 @@ class CompletionLogprobEncoder:
 
 
 NativeLogprob = tuple[float | None, int, str]
-"""[logprob, token id, token text], as SGLang writes it."""
+"""[logprob, token id, token text], as in SGLang."""
 
 
 def native_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> list[NativeLogprob]:

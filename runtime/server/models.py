@@ -1,4 +1,4 @@
-"""GET /v1/models: the names under which the model is served."""
+"""GET /v1/models: the names that the model is served under."""
 
 import msgspec
 from fastapi import FastAPI

@@ -1,8 +1,8 @@
 """The native routes: POST /generate, /tokenize and /detokenize.
 
-/generate takes SGLang's body: `text` or `input_ids`, one prompt or several, and a `sampling_params` object. One choice
-is answered as an object, several (several prompts, or n above 1) as a list, prompt by prompt. A stream's events hold
-what is new.
+/generate takes SGLang's body: `text` or `input_ids`, with one prompt or several, and a `sampling_params` object. The
+answer is an object for a single choice, and a list, prompt by prompt, for several (several prompts, or n above 1). The
+events of a stream hold only what is new.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class NativeSamplingParams(SamplingFields, frozen=True, kw_only=True, forbid_unk
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     json_schema: dict[str, object] | str | None = None
-    """One of this and the next two: what the whole text must match."""
+    """The whole text must match this, or one of the next two; at most one may be given."""
     regex: str | None = None
     ebnf: str | None = None
     """A grammar in the notation of llama.cpp (GBNF) or of Lark."""
@@ -50,12 +50,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     return_logprob: bool = False
     top_logprobs_num: int = 0
     logprob_start_len: int = -1
-    """-1: logprobs of the output; 0: of the prompt too."""
+    """-1: logprobs of the output only; 0: of prompt and output."""
     user: str = ""
 
 
 class GenerateMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Token counts are totals so far. `finish_reason` is null until the choice has ended."""
+    """Token counts are totals so far; `finish_reason` is null until the choice has ended."""
 
     id: str
     index: int
@@ -81,7 +81,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Lists of them where `prompt` was a list."""
+    """With a list of prompts, `tokens` and `count` are lists by prompt."""
 
     tokens: list[int | list[int]]
     count: int | list[int]
@@ -94,7 +94,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class Text(msgspec.Struct, frozen=True, kw_only=True):
-    """A list where `tokens` was a list of lists."""
+    """A list of texts where `tokens` was a list of lists."""
 
     text: str | list[str]
 
@@ -135,7 +135,7 @@ def add_routes(app: FastAPI, context: Context) -> None:
 
 
 def _decode(context: Context, body: DetokenizeRequest) -> list[str]:
-    """In a thread: a body holds millions of tokens."""
+    """Decodes the prompts; called in a thread, because a body can hold millions of tokens."""
     _, prompts = split_prompts([*body.tokens], "tokens")
     vocab_size = context.manager.limits.vocab_size
     if bad := [token_id for ids in prompts for token_id in ids if not 0 <= token_id < vocab_size]:
@@ -144,7 +144,7 @@ def _decode(context: Context, body: DetokenizeRequest) -> list[str]:
 
 
 async def _generate_request(context: Context, body: GenerateRequest) -> tuple[GenerateReqInput, bool]:
-    """What to ask of the TokenizerManager, and whether the answer is a list."""
+    """The request for the TokenizerManager, and whether the answer is a list."""
     if (body.text is None) == (body.input_ids is None):
         raise invalid("give either text or input_ids", "text")
     params = body.sampling_params
@@ -181,7 +181,7 @@ async def _generate_request(context: Context, body: GenerateRequest) -> tuple[Ge
 
 
 class _NativeWriter:
-    """Writes the rows of one request as events, or those of a choice as one answer."""
+    """A RowWriter (sse.py) for /generate, which can also write all rows of a choice as one answer."""
 
     def __init__(self, context: Context, req: GenerateReqInput) -> None:
         self._req = req
@@ -194,7 +194,7 @@ class _NativeWriter:
         return b""
 
     def answer(self, rows: list[StrRow]) -> Generated:
-        """What consecutive rows of a choice say; counts are the last one's."""
+        """One answer for consecutive rows of a choice; token counts are those of the last row."""
         last = rows[-1]
         output = [entry for row in rows if row.logprobs for entry in unpack(token_ids(row.output_ids), row.logprobs)]
         prompt_ids = self._req.input_ids[last.index // self._req.n] if self._req.input_ids else ()
@@ -219,7 +219,7 @@ class _NativeWriter:
 
 
 def _finish_reason(row: StrRow) -> dict[str, int | str] | None:
-    """As SGLang writes it: {"type": "length", "length": 16}, {"type": "stop", "matched": …}, {"type": "abort", …}."""
+    """As in SGLang: {"type": "length", "length": 16}, {"type": "stop", "matched": …}, {"type": "abort", …}."""
     finish = row.finish
     if finish is None:
         return None

@@ -36,9 +36,9 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     content: str | list[dict[str, object]] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    """Of an assistant's message from an earlier answer."""
+    """The tool calls of an earlier answer, in an assistant's message."""
     tool_call_id: str | None = None
-    """The call that a tool's message answers."""
+    """The call whose result a tool's message holds."""
     # An assistant's message from an earlier answer has these, empty.
     refusal: object = None
     annotations: object = None
@@ -123,7 +123,7 @@ async def _generate_request(context: Context, body: ChatRequest, tools: ToolUse 
 
 
 async def render_chat(context: Context, body: ChatRequest, tools: ToolUse | None = None) -> str:
-    """The prompt, by the model's chat template. Raises RequestError 400 where the template refuses the chat."""
+    """The prompt, rendered by the model's chat template. Raises RequestError 400 when it does not accept the chat."""
     if not body.messages:
         raise invalid("messages must not be empty", "messages")
     messages = [_template_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
@@ -144,7 +144,9 @@ async def render_chat(context: Context, body: ChatRequest, tools: ToolUse | None
 
 
 def _cut_after(prompt: str, content: str) -> str:
-    """The prompt up to the end of its last message, without what closes that turn, as transformers does."""
+    """The prompt up to the end of its last message, without what the template adds to close the turn, as in
+    transformers.
+    """
     for text in (content, content.strip()):
         start = prompt.rfind(text)
         if text and start >= 0:
@@ -155,7 +157,7 @@ def _cut_after(prompt: str, content: str) -> str:
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, object]:
-    """A message as templates know it: a text for content. Texts in parts are joined by line breaks, as vLLM does."""
+    """A message as templates expect it, with a string as content; text parts are joined by line breaks, as in vLLM."""
     for field in ("refusal", "annotations", "audio", "function_call"):
         if getattr(message, field) not in (None, [], ""):
             raise invalid(f"{where}.{field} is not supported", f"{where}.{field}", "unsupported_parameter")

@@ -39,7 +39,7 @@ DEFAULT_MAX_TOKENS = 16
 
 class CompletionRequest(OpenAIFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt: Prompts
-    """A text, several texts, the token ids of one prompt, or of several."""
+    """One text, several texts, the token ids of one prompt, or of several."""
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -89,7 +89,7 @@ def _check(body: CompletionRequest) -> None:
 
 
 class _Echo(NamedTuple):
-    """A prompt as `echo` returns it."""
+    """The text and the token ids of a prompt, for `echo`."""
 
     text: str
     token_ids: Sequence[int]
@@ -127,7 +127,7 @@ async def _generate_request(context: Context, body: CompletionRequest) -> tuple[
 
 
 class _CompletionWriter:
-    """Writes the rows of one request as chunks of a stream, or all of them as one answer."""
+    """A RowWriter (sse.py) for completions, which can also write all rows of the request as one answer."""
 
     def __init__(
         self, context: Context, body: CompletionRequest, req: GenerateReqInput, echoed: list[_Echo], model: str
@@ -162,7 +162,7 @@ class _CompletionWriter:
         return Completion(id=self._req.rid, created=self._created, model=self._model, choices=choices, usage=usage)
 
     def _choice(self, index: int, rows: list[StrRow]) -> CompletionChoice:
-        """What consecutive rows of a choice add to it; before the first of them comes the echo."""
+        """The choice for consecutive rows, preceded by the echo if these are its first."""
         echo = self._echoed[index // self._req.n] if self._echoed and index not in self._begun else None
         self._begun.add(index)
         finish = rows[-1].finish

@@ -1,4 +1,4 @@
-"""The OpenAPI document. Bodies are msgspec types, which FastAPI does not know, so their schemas are put in here."""
+"""The OpenAPI document. FastAPI does not know msgspec types, so the schemas of bodies are added here."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ REFS = "#/components/schemas/{name}"
 
 
 def operation(request: type | None = None, answer: type | None = None) -> dict[str, Any]:
-    """The `openapi_extra` of a route: the types of its body and of its answer, which are JSON."""
+    """The `openapi_extra` of a route whose body and answer are JSON of these types."""
     failed = {"description": "Refused or failed", "content": _json(ErrorAnswer)}
     extra: dict[str, Any] = {"responses": {"default": failed}}
     if request is not None:
@@ -24,7 +24,7 @@ def operation(request: type | None = None, answer: type | None = None) -> dict[s
 
 
 def describe(app: FastAPI, types: Sequence[type]) -> None:
-    """Makes `app.openapi()`, which /openapi.json shows, tell of `types`, those that operations name."""
+    """Makes `app.openapi()` (/openapi.json) include the schemas of `types`, which operations refer to."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

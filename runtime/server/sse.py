@@ -1,7 +1,8 @@
-"""Server-sent events: a stream of rows as `data: …` frames, each closed by a blank line, `data: [DONE]` at the end.
+"""Server-sent events: the rows of a request as `data: …` frames, each followed by a blank line, and `data: [DONE]` at
+the end.
 
-The status is sent with the first row, so that whatever goes wrong before it is an ordinary HTTP error; after it, an
-error is a frame `data: {"error": …}` and the stream ends without `[DONE]`.
+The status is sent with the first row, so that an error before it is an ordinary HTTP error. A later error is a frame
+`data: {"error": …}`, and the stream ends without `[DONE]`.
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
@@ -33,17 +34,17 @@ def frame(data: bytes) -> bytes:
 
 
 class RowWriter(Protocol):
-    """Turns the rows of one request into frames."""
+    """Encodes the rows of one request as frames."""
 
     def chunk(self, row: StrRow) -> bytes:
-        """The frames of a row; b"" where it holds nothing to tell."""
+        """The frame of a row; b"" if there is nothing to send."""
 
     def last(self) -> bytes:
-        """The frames between the last row's and [DONE]."""
+        """The frames after the last row and before [DONE]."""
 
 
 class EventStream(Response):
-    """Answers with the rows of a request as they come. Cancelling it closes `rows`, which aborts the request."""
+    """Streams the rows of a request as they come. Cancelling it closes `rows`, which aborts the request."""
 
     def __init__(self, rows: AsyncGenerator[StrRow, None], writer: RowWriter) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What says how the server is: GET /health, /metrics and /server_info."""
+"""The state of the server: GET /health, /metrics and /server_info."""
 
 import importlib.metadata
 
@@ -21,7 +21,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """As of the scheduler's last metrics, at most about a second ago."""
+    """From the schedulers' latest metrics, about a second old at most."""
 
     time: float
     weight_version: int
@@ -34,7 +34,7 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`options` are the ServerArgs in effect, which hold no secrets."""
+    """`options` are the values of ServerArgs in effect, which hold no secrets."""
 
     version: str
     protocol: int
@@ -66,7 +66,7 @@ def add_routes(app: FastAPI, context: Context) -> None:
 
     @app.get("/server_info", openapi_extra=operation(answer=ServerInfo))
     async def server_info() -> Response:
-        """What runs here, with which options, and how busy it is."""
+        """The model, the options in effect and the load."""
         return json_response(
             ServerInfo(
                 version=version,
@@ -83,7 +83,7 @@ def add_routes(app: FastAPI, context: Context) -> None:
 
 
 def _state(manager: TokenizerManager) -> str:
-    """The scheduler knows whether it is paused, the manager everything else."""
+    """The manager's state, or the scheduler's while ready, which tells whether it is paused."""
     if manager.state == "ready" and manager.scheduler_metrics is not None:
         return manager.scheduler_metrics.state
     return manager.state

@@ -1,7 +1,7 @@
-"""Structured outputs: how each API says what the answer must match, and the one constraint that follows.
+"""Structured outputs: the parameters of OpenAI's routes that constrain an answer, turned into a Constraint.
 
-OpenAI has `response_format`; what it cannot say, vLLM's `structured_outputs` can, on the same routes. /generate takes
-SGLang's names (native.py).
+These are OpenAI's `response_format` and vLLM's `structured_outputs`, which can express more. /generate has SGLang's
+parameters (native.py).
 """
 
 from typing import Literal
@@ -36,7 +36,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of them: what the whole answer must match."""
+    """Exactly one must be given; the whole answer must match it."""
 
     json: dict[str, object] | str | None = None
     """A JSON schema, or its text."""
@@ -47,7 +47,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def openai_constraint(format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Constraint | None:
-    """What `response_format` and `structured_outputs` ask for. Raises RequestError 400 where it is not one thing."""
+    """The constraint of `response_format` or `structured_outputs`, or None. Raises RequestError 400 if both have
+    one.
+    """
     return the_only([each for each in (_of_format(format), _of_outputs(outputs)) if each is not None])
 
 

@@ -1,6 +1,6 @@
-"""How models write tool calls: the formats of the families that are served, told apart by their chat templates.
+"""The formats in which model families write tool calls, recognized by their chat templates.
 
-A format says how calls are found in generated text, bit by bit as it comes, and what grammar has a model write some.
+For each format: incremental parsing of calls in generated text, and a grammar that makes a model write calls.
 """
 
 import json
@@ -27,16 +27,18 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Format(NamedTuple):
-    """`begin` and `end` mark a call, or with `several` a JSON list of them; without a mark the whole text is calls."""
+    """A call is JSON between the marks `begin` and `end`, or with `several` a JSON list of calls. Without marks the
+    whole text is a call.
+    """
 
     begin: str
     end: str = ""
     several: bool = False
     arguments: str = "arguments"
-    """The member of a call's JSON that holds the arguments, beside "name"."""
+    """The key of the arguments in a call's JSON, beside "name"."""
 
     def is_special(self, tokenizer: Tokenizer) -> bool:
-        """Whether the mark is a special token, which texts do not show unless they are asked to."""
+        """Whether the mark is a special token, which decoding skips unless told not to."""
         return tokenizer.token_id(self.begin) in tokenizer.special_ids
 
 
@@ -46,12 +48,12 @@ MISTRAL = Format("[TOOL_CALLS]", several=True)
 PHI = Format("<|tool_call|>", "<|/tool_call|>", several=True)
 GRANITE = Format("<|tool_call|>", several=True)
 LLAMA = Format("", arguments="parameters")
-"""Llama 3, which may begin a call with <|python_tag|>."""
+"""Llama 3; a call may begin with <|python_tag|>."""
 PYTHON_TAG = "<|python_tag|>"
 
 
 def format_of(template: str) -> Format | None:
-    """That of the model whose chat template this is; None where it is not known."""
+    """The format of the model with this chat template; None where it is unknown."""
     if "<function=" in template or "[ARGS]" in template:  # the same marks around something else than JSON
         return None
     for found in (HERMES, MISTRAL, PHI):
@@ -63,9 +65,10 @@ def format_of(template: str) -> Format | None:
 def grammar_of_calls(
     found: Format, parameters: Mapping[str, Mapping[str, object]], several: bool, tokenizer: Tokenizer
 ) -> str:
-    """A grammar, as Lark writes it, of calls of functions with such parameters (JSON schemas); of one unless `several`.
+    """A Lark grammar for calls of functions with these parameters (JSON schemas by name); for a single call unless
+    `several`.
 
-    A call is spelled as models are shown it, by Python's json.dumps.
+    White space is that of Python's json.dumps, as in the chat templates.
     """
     begin, end = _mark(found.begin, tokenizer), _mark(found.end, tokenizer)
     if found.several:
@@ -89,16 +92,16 @@ def _quoted(value: object) -> str:
 
 
 def _mark(text: str, tokenizer: Tokenizer) -> str:
-    """A special token matches no text: it is asked for by its number."""
+    """A mark in a Lark grammar. A special token matches no text, so it is written by its id."""
     token = tokenizer.token_id(text)
     return f"<[{token}]>" if token is not None and token in tokenizer.special_ids else _quoted(text)
 
 
 class CallReader:
-    """Tells the calls in a text from what is said besides."""
+    """Separates tool calls from plain text, incrementally."""
 
     def __init__(self, found: Format, several: bool) -> None:
-        """Unless `several` only the first call counts, and what follows it is dropped."""
+        """Unless `several`, only the first call counts, and everything after it is dropped."""
         self.calls = 0
         self._format = found
         self._several = several
@@ -108,9 +111,10 @@ class CallReader:
         self._after_call = False
 
     def feed(self, text: str, last: bool = False) -> tuple[str, list[ToolCall]]:
-        """What is new and certain, of words and of whole calls; all where this is the `last` text.
+        """Takes new text; returns the plain text and the complete calls that are certain by now, or all that is left
+        with `last`.
 
-        What began as a call and is none are words.
+        Text that began like a call but is none is plain text.
         """
         self._text += text
         words = ""
@@ -128,14 +132,14 @@ class CallReader:
         return words, calls if self._several else calls[:1]
 
     def _worth_saying(self, words: str) -> str:
-        """White space that follows a call is not, and nothing that does where only the first one counts."""
+        """Drops white space after a call, and all text after it where only the first call counts."""
         if self._after_call:
             words = words.lstrip() if self._several else ""
             self._after_call = not words
         return words
 
     def _words(self) -> str:
-        """Takes off what is certain to be no call; then the rest begins one, or may still."""
+        """Removes and returns the text that is certainly not part of a call; the rest is a call or may become one."""
         if self._in_call:
             return ""
         if not self._format.begin:
@@ -151,7 +155,7 @@ class CallReader:
         return words
 
     def _words_without_mark(self) -> str:
-        """Where calls have no mark they are all of the text, so its beginning tells."""
+        """As `_words`, for calls without marks, which are recognized by the beginning of the text."""
         rest = self._text.lstrip(" \n;" if self.calls else None).removeprefix(PYTHON_TAG).lstrip()
         if PYTHON_TAG.startswith(rest) if self._at_start else self.calls and not rest:
             return ""
@@ -161,7 +165,7 @@ class CallReader:
         return words
 
     def _read_calls(self, last: bool) -> list[ToolCall]:
-        """The calls that the text begins with, taken off it; none where they are not complete, or no calls."""
+        """Removes and returns the calls at the beginning of the text; none if they are incomplete or not calls."""
         text, end = self._text.strip(), self._format.end
         if not text or (not last and text[-1] not in "}]>"):
             return []

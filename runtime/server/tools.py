@@ -1,4 +1,4 @@
-"""Tools as a client gives them: which may be called, which must be, and what the chat template is told of them."""
+"""The `tools` of a chat request: which may or must be called, and what the chat template is given."""
 
 import json
 from typing import Literal, NamedTuple
@@ -15,7 +15,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str
     description: str | None = None
     parameters: dict[str, object] | None = None
-    """A JSON schema. It is kept to where a call is required, whether or not `strict` is set."""
+    """A JSON schema. It is enforced where a call is required, whether or not `strict` is set."""
     strict: bool | None = None
 
 
@@ -37,19 +37,21 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ToolUse(NamedTuple):
-    """What a request makes of tools: the template is told of `tools`, calls are found by `format`."""
+    """How a request uses tools: `tools` are given to the chat template, calls are parsed by `format`."""
 
     tools: list[dict[str, object]]
     format: Format
     several: bool
     constraint: Constraint | None
-    """Where a call is required."""
+    """The grammar of calls, where one is required."""
 
 
 def tool_use(
     tools: list[Tool] | None, choice: ToolChoice | None, several: bool | None, tokenizer: Tokenizer
 ) -> ToolUse | None:
-    """None where no tool may be called. Raises RequestError 400 for what cannot be, naming the parameter."""
+    """How to use the tools; None where no tool may be called. Raises RequestError 400, naming the parameter, for a
+    combination that is invalid or that the model does not support.
+    """
     if not tools:
         if choice not in (None, "none"):
             raise invalid("tool_choice is only allowed with tools", "tool_choice")
@@ -87,7 +89,9 @@ def _without_nulls(tool: Tool) -> dict[str, object]:
 
 
 def template_calls(calls: list[ToolCall], where: str) -> list[dict[str, object]]:
-    """Calls of an earlier answer as templates know them: the arguments are no text but what it says."""
+    """Calls of an earlier answer as templates expect them, with the arguments parsed. Raises RequestError 400 if they
+    are not JSON.
+    """
     return [_template_call(call, f"{where}[{number}].function.arguments") for number, call in enumerate(calls)]
 
 
