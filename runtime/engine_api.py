@@ -1,10 +1,10 @@
-"""Engine: the serving stack for Python code, without HTTP: offline batches, benchmarks, programs of one's own.
+"""Engine: the serving stack for Python code, without HTTP, for offline batches, benchmarks and other programs.
 
     with Engine() as engine:
         print(engine.generate("Hello", max_new_tokens=16).text)
 
-The stack lives in an event loop of its own, in a thread. A method and its `async_` twin hand the same coroutine to that
-loop; one waits for it, the other awaits it, so both work from any thread and from inside any running loop.
+The stack lives in an event loop of its own, in a thread. A method and its `async_` twin submit the same coroutine to
+that loop; one blocks until it is done, the other awaits it. So both work from any thread and within any running loop.
 """
 
 import asyncio
@@ -54,9 +54,9 @@ _numbers = itertools.count()
 
 
 class Engine:
-    """A running model. The constructor returns when it serves; `shutdown`, or leaving `with`, ends it.
+    """A running model. The constructor returns when it is ready; `shutdown`, or leaving `with`, ends it.
 
-    Requests raise RequestError: status 400 where they can never be served, 503 where the engine cannot serve now.
+    Requests raise RequestError: status 400 for one that can never be served, 503 when the engine cannot serve it now.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -81,7 +81,7 @@ class Engine:
 
     @classmethod
     async def create(cls, model: str | None = None, **options: Any) -> Self:
-        """The constructor for use in a running loop, which goes on meanwhile."""
+        """The constructor for use within a running event loop, which it does not block."""
         return await asyncio.to_thread(cls, model, **options)
 
     @property
@@ -95,12 +95,12 @@ class Engine:
     @overload
     def generate(self, prompt: Prompts, params: SamplingParams | None = None, **options: Any) -> list[Generation]: ...
     def generate(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Any:
-        """Continues a prompt, or each one of a list; as many run at once as the engine takes.
+        """Continues a prompt, or each of a list of prompts, as many at once as the queue takes.
 
-        `options` are n, rid, user, logprobs (how many of the likeliest tokens to tell; None: no logprobs),
-        add_special_tokens, skip_special_tokens, what the whole text must match (one of json_schema, a dict or its text;
-        regex; choice, a list of texts; grammar, Lark or GBNF), and the fields of SamplingParams, which win over those
-        of `params`.
+        `options` are n, rid, user, logprobs (how many of the likeliest tokens to return with each token; None: no
+        logprobs), add_special_tokens, skip_special_tokens, at most one constraint on the whole text (json_schema, a
+        dict or JSON; regex; choice, a list of texts; grammar, in Lark or GBNF), and the fields of SamplingParams, which
+        override those of `params`.
         """
         return self._wait(self._generate(prompt, params, options))
 
@@ -117,7 +117,9 @@ class Engine:
         return await self._await(self._generate(prompt, params, options))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Chunk]:
-        """Continues one prompt and yields what is new as it comes. Leaving the iterator before its end aborts it."""
+        """Continues one prompt and yields chunks as they come. Closing the iterator before its end aborts the
+        request.
+        """
         chunks = self._stream(generate_request(prompt, params, options, stream=True))
         try:
             while (chunk := self._wait(_next(chunks))) is not None:
@@ -164,7 +166,9 @@ class Engine:
     @overload
     def embed(self, prompt: Prompts, pooling: Pooling = "last", normalize: bool = True) -> list[Embedding]: ...
     def embed(self, prompt: Any, pooling: Pooling = "last", normalize: bool = True) -> Any:
-        """The vector of a prompt, or of each one of a list: its last token's final hidden state, or the mean of all."""
+        """The embedding of a prompt, or of each of a list: the final hidden state of its last token, or the mean over
+        all tokens.
+        """
         return self._wait(self._embed(prompt, pooling, normalize))
 
     @overload
@@ -192,7 +196,9 @@ class Engine:
         return Embedding(vector=np.frombuffer(row.embedding, dtype="<f4"), prompt_tokens=row.prompt_tokens)
 
     def abort(self, rid: str) -> bool:
-        """Ends a request, which returns what it has with finish_reason "abort". False: no such rid is in flight."""
+        """Ends a request, which returns what it has generated with finish_reason "abort". False: no request has this
+        rid.
+        """
         return self._wait(self._abort(rid))
 
     async def async_abort(self, rid: str) -> bool:
@@ -205,7 +211,7 @@ class Engine:
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Ends the processes at once, with what is in flight. Safe to repeat, and done at exit."""
+        """Ends the processes at once, and all requests in flight with them. Safe to repeat; called at exit."""
         with self._closing:
             if self._loop.is_closed():
                 return
@@ -272,9 +278,9 @@ class Engine:
         return await asyncio.wrap_future(self._submit(work))
 
     async def _each(self, function: Callable[[A], Coroutine[Any, Any, T]], items: Sequence[A], choices: int) -> list[T]:
-        """The results of `function` for all items; at once no more than the queue takes, of so many choices each.
+        """The results of `function` for all items, in order, running no more at once than the queue takes.
 
-        The first failure ends the others.
+        `choices` is the number of choices per item. The first failure cancels the others.
         """
         room = asyncio.Semaphore(max(1, self._args.max_queued_requests // max(1, choices)))
 
@@ -293,7 +299,9 @@ class Engine:
 def generate_request(
     prompt: Prompt, params: SamplingParams | None, options: dict[str, Any], stream: bool = False
 ) -> GenerateReqInput:
-    """The request for one prompt. Raises TypeError for an unknown option, RequestError 400 for one of a wrong type."""
+    """The request for one prompt. Raises TypeError for an unknown option, and RequestError 400 for a value of the wrong
+    type.
+    """
     unknown = options.keys() - REQUEST_OPTIONS - set(SamplingParams.__struct_fields__)
     if unknown:
         known = sorted(REQUEST_OPTIONS | set(SamplingParams.__struct_fields__))
@@ -329,7 +337,7 @@ def _is_one(prompt: Any) -> bool:
 
 
 def _prompts(prompt: Prompt) -> dict[str, Any]:
-    """As the fields of a request."""
+    """The prompt as fields of a request."""
     return {"texts": (prompt,)} if isinstance(prompt, str) else {"input_ids": (tuple(map(int, prompt)),)}
 
 

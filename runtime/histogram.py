@@ -1,4 +1,4 @@
-"""Observations since the start, by bucket: what a process counts, and what several have counted together."""
+"""Histograms of observations since the start: recording them, and adding those of several processes."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from llmserve.runtime.messages import Histogram
 
 COARSE = (1, 1.5, 2, 3, 5, 7.5)
-"""The bounds of a decade that Prometheus is given: each bucket is a series that somebody stores."""
+"""The bounds per decade that are exported to Prometheus, where each bucket is a stored time series."""
 FINE = (1, 1.1, 1.2, 1.35, 1.5, 1.65, 1.8, 2, 2.2, 2.4, 2.7, 3, 3.3, 3.6, 4, 4.5, 5, 5.5, 6, 6.7, 7.5, 8.2, 9)
-"""Those that are counted by, a tenth apart: a percentile is read from them with an error of a few percent."""
+"""The bounds per decade that are recorded, about a tenth apart, so that percentiles have an error of a few percent."""
 
 
 def buckets(low: int, high: int, steps: tuple[float, ...] = FINE) -> tuple[float, ...]:
-    """Bounds in seconds, from 10**low to 10**high."""
+    """Bucket bounds in seconds, from 10**low to 10**high."""
     return (*(float(f"{step}e{decade}") for decade in range(low, high) for step in steps), 10.0**high)
 
 
@@ -33,7 +33,7 @@ class Recorder:
 
 
 def added(histograms: Iterable[Histogram]) -> Histogram:
-    """What all have counted together. Their bounds are the same, but for those that have none and no observation."""
+    """The sum of histograms with the same bounds; those without bounds are empty and are ignored."""
     found = [histogram for histogram in histograms if histogram.bounds]
     if not found:
         return Histogram()

@@ -27,18 +27,18 @@ FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 NEEDED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 BUILD_TIMEOUT_S = 300.0
 KEPT = 8
-"""Libraries that stay in a directory when another is built there: those that were used last."""
+"""How many libraries a directory keeps, the last used ones."""
 
 
 class BuildError(Exception):
-    """Why there are no native kernels; the text is for the log."""
+    """The native kernels cannot be built; the text says why, for the log."""
 
 
 def built_library(directory: Path | None = None) -> Path:
-    """The library for these sources and this CPU, built into `directory` if there is none. Raises BuildError.
+    """The path of the library for these sources and this CPU; built if it does not exist. Raises BuildError.
 
-    By default one that set-up has built is taken where there is one, and the user's cache is where it is built. A
-    library that is there needs no compiler, as in an image that leaves behind what it was built with.
+    By default it is the one that set-up has built, else one in the user's cache. A library that exists needs no
+    compiler, as in a container image without build tools.
     """
     cpu_flags = _cpu_flags()
     missing = NEEDED_CPU_FLAGS - cpu_flags
@@ -65,12 +65,12 @@ def built_library(directory: Path | None = None) -> Path:
 
 
 def environment_directory() -> Path:
-    """Where set-up keeps the library: with the virtual environment that it is for."""
+    """Where set-up keeps the library: in the virtual environment."""
     return Path(sys.prefix) / "share" / "llmserve" / "kernels"
 
 
 def begin_build() -> None:
-    """Has a thread make what `built_library` will ask for, which waits for it then."""
+    """Builds the library in a thread, if it is missing; `built_library` waits for that."""
 
     def build() -> None:
         with contextlib.suppress(BuildError):  # told when the library is asked for
@@ -80,7 +80,7 @@ def begin_build() -> None:
 
 
 def source_digest() -> str:
-    """Names what the sources say now."""
+    """A digest of the sources as they are now."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -88,7 +88,7 @@ def source_digest() -> str:
 
 
 def _use(library: Path) -> bool:
-    """Whether the library is there; notes that it is used."""
+    """Whether the library exists; updates its time of last use."""
     try:
         os.utime(library)
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _use(library: Path) -> bool:
 
 
 def _remove_unused(directory: Path) -> None:
-    """Who runs one of them does not miss the file."""
+    """Deletes all but the KEPT last used libraries. A process that has loaded one keeps it."""
     libraries = sorted(directory.glob("*.so"), key=lambda library: library.stat().st_mtime, reverse=True)
     for library in libraries[KEPT:]:
         library.unlink()
@@ -143,7 +143,9 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def main() -> int:
-    """Builds and says where, or says why not; the server runs without, only slower, so this is no failure."""
+    """Builds the library and prints its path, or why there is none. Returns 0 either way: the server runs without,
+    slower.
+    """
     in_environment = sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK)
     try:
         print(built_library(environment_directory() if in_environment else None))

@@ -1,6 +1,6 @@
-"""How every process of an instance logs: one line an event on stderr, key=value pairs, never a prompt or a key.
+"""Logging of all processes of an instance: one line per event on stderr, key=value pairs, never a prompt or an API key.
 
-Owns the format and the level; where stderr leads (a terminal, a file, a journal) is the launcher's business.
+Owns the format, the level and the log file; whether stderr is a terminal, that file or a journal is up to the launcher.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 class LineFormatter(logging.Formatter):
     """`2026-11-30T13:20:00.123 info scheduler: loaded weights bytes=270000000`.
 
-    Control characters are escaped: what a client sent can neither start a line of its own nor steer a terminal. A
-    traceback follows its event as Python prints it.
+    Control characters are escaped, so that a client's data can neither forge a line nor control a terminal. A traceback
+    follows its event as Python prints it.
     """
 
     def __init__(self, role: str) -> None:
@@ -43,7 +43,7 @@ class LineFormatter(logging.Formatter):
 
 
 def setup_logging(role: str, level: str) -> logging.StreamHandler:  # type: ignore[type-arg]
-    """Makes this process log to its stderr as `role`. Called once, at the start; returns the handler."""
+    """Makes this process log to stderr as `role`, from `level` on. Called at the start; returns the handler."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(role))
     root = logging.getLogger()
@@ -55,12 +55,12 @@ def setup_logging(role: str, level: str) -> logging.StreamHandler:  # type: igno
 
 
 def kept_log(name: str) -> Path:
-    """Where the log of an instance goes that failed: its own directory is removed with it."""
+    """Where the log of an instance that failed is kept, as its own directory is removed."""
     return platformdirs.user_log_path("llmserve") / f"{name}.log"
 
 
 def keep_log(path: Path, name: str) -> Path | None:
-    """Moves a log to where `kept_log` says; returns that, or None when it cannot be written there."""
+    """Moves a log to `kept_log(name)`; returns that path, or None when it cannot be written."""
     kept = kept_log(name)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,9 @@ def keep_log(path: Path, name: str) -> Path | None:
 
 
 async def bound_log(path: Path) -> None:
-    """Empties a log that has grown too long: it lies on a memory file system. Never returns; no such file, no harm."""
+    """Truncates the log when it exceeds MAX_LOG_BYTES, as it lies on a memory file system. Never returns; a missing
+    file is ignored.
+    """
     while True:
         await asyncio.sleep(LOG_CHECK_S)
         with contextlib.suppress(OSError):
@@ -82,7 +84,7 @@ async def bound_log(path: Path) -> None:
 
 
 def stderr_to_file(path: Path) -> None:
-    """Appends to `path` what this process and the children that it starts from now on write to stdout and stderr."""
+    """Redirects stdout and stderr of this process, and of children started from now on, to the end of `path`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -1,6 +1,7 @@
-"""The main process's side of a child: start it, send it its ChildInit, hear its status, notice its end, end it.
+"""The main process's side of a child process: starting it, sending its ChildInit, receiving its status, noticing its
+end, and ending it.
 
-What to do about any of that is the Stack's business (launch.py); what happens inside the child is child.py's.
+The Stack (launch.py) decides what follows from that; the child's side is in child.py.
 """
 
 import asyncio
@@ -25,10 +26,10 @@ STATUS_READ_BYTES = 1 << 16
 
 
 class ChildProcess:
-    """One child of this process, started by the constructor. Belongs to the event loop that it was made in.
+    """One child of this process, started by the constructor. Belongs to the event loop in which it was made.
 
-    `ended` completes with the return code (negative: the signal that ended it); `ready` with the facts of its Ready, or
-    never. `failure` is the child's own last word on why it ends, if it had one.
+    `ended` completes with the return code (negative: the signal that ended it), `ready` with its Ready message, or
+    never. `failure` is the reason that the child itself gave for its end, if any.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class ChildProcess:
         environment: Mapping[str, str],
         on_status: Callable[["ChildProcess", Status], None],
     ) -> None:
-        """Starts MODULE.run as `role`; `environment` is added to ours, less the secrets. Raises OSError."""
+        """Starts `run` of `module` in a new process. `environment` is added to this process's, without the secrets.
+        Raises OSError.
+        """
         self.role = role
         self.failure: Failed | None = None
         self._on_status = on_status
@@ -71,26 +74,26 @@ class ChildProcess:
         return f"{self.role} (pid {self.pid})"
 
     def send(self, init: ChildInit) -> None:
-        """Gives the child its orders. A child that is dead already is noticed elsewhere."""
+        """Sends the child its ChildInit. A child that has died is noticed elsewhere (`ended`)."""
         try:
             self._orders.write(msgspec.json.encode(init) + b"\n")
         except OSError:
             log.debug("cannot send orders child=%s", self.role)
 
     async def dismiss(self) -> None:
-        """Ends the child after its farewell; waits a moment for that."""
+        """Tells the child to say farewell and end; waits up to FAREWELL_WAIT_S seconds for that."""
         with contextlib.suppress(OSError):  # it has ended by itself
             self._orders.write(DISMISSAL)
             self._orders.close()
         await asyncio.wait([self.ended], timeout=FAREWELL_WAIT_S)
 
     def dump_stacks(self) -> None:
-        """Has the child write the stacks of its threads to its log."""
+        """Makes the child write the stacks of all its threads to the log."""
         if not self.ended.done():
             os.kill(self.pid, STACKS_SIGNAL)
 
     def kill(self) -> None:
-        """Ends the child and what it started, at once. Safe to repeat."""
+        """Kills the child's process group. Safe to repeat."""
         if self.ended.done():
             return
         try:
@@ -134,7 +137,7 @@ class ChildProcess:
 
 
 def describe_end(child: ChildProcess, code: int) -> str:
-    """Why a child ended, in words for the user."""
+    """Why a child has ended, for the user."""
     if child.failure is not None and child.failure.exit_code == CONFIG_EXIT_CODE:
         return child.failure.message  # the user's to correct, whoever noticed
     if child.failure is not None:

@@ -1,8 +1,8 @@
-"""Where the ranks of a model run and which splits of a model there can be. Imports no torch: the launch reads it.
+"""The placement of ranks on nodes, the valid splits of a model, and the rendezvous of ranks. Imports no torch.
 
-A replica has tp_size * pp_size ranks; rank = pp_rank * tp_size + tp_rank. Replicas (dp) are whole groups of ranks on
-one node; the ranks of one replica may lie on several nodes, the same number on each. What ranks say to each other is
-distributed/'s.
+A replica has tp_size * pp_size ranks; rank = pp_rank * tp_size + tp_rank. The ranks of one replica may be on several
+nodes, the same number on each; several replicas (dp) are all on one node. Communication between ranks is in
+distributed/.
 """
 
 import os
@@ -17,7 +17,7 @@ from llmserve.runtime.models.configs import ModelConfig
 
 
 class Place(NamedTuple):
-    """Which part of the instance a scheduler process is."""
+    """The position of a scheduler process in the instance."""
 
     dp_rank: int
     pp_rank: int
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 def places(args: ServerArgs) -> list[Place]:
-    """The ranks that run on this node, those that schedule first in their replica."""
+    """The ranks that run on this node, in order; the first rank of a replica is the one that schedules."""
     first, count = args.node_rank * ranks_per_node(args), ranks_per_node(args)
     return [
         Place(replica, rank // args.tp_size, rank % args.tp_size)
@@ -39,25 +39,25 @@ def places(args: ServerArgs) -> list[Place]:
 
 
 def rank_name(args: ServerArgs, dp_rank: int, rank: int) -> str:
-    """What a rank of a replica is called on whatever node."""
+    """The name of a rank, with its node if there are several."""
     name = Place(dp_rank, rank // args.tp_size, rank % args.tp_size).name
     return name if args.nnodes == 1 else f"{name} on node {rank // ranks_per_node(args)}"
 
 
 def ranks_per_node(args: ServerArgs) -> int:
-    """Of one replica."""
+    """Ranks of one replica on each node."""
     return args.tp_size * args.pp_size // args.nnodes
 
 
 def alone(args: ServerArgs) -> bool:
-    """Whether one process holds the whole model and is the only one that does."""
+    """Whether a single rank is all there is: no tensor, pipeline or data parallelism."""
     return args.tp_size * args.pp_size * args.dp_size == 1
 
 
 def threads_of(args: ServerArgs, steps: int | None = None) -> int:
-    """CPU threads of a rank: --threads, else an equal part of the cores that we may use, and at least one.
+    """CPU threads of a rank: --threads, else an equal share of the cores that this process may use, at least one.
 
-    With so few `steps` under way in the replica, the ranks of the stages that wait leave theirs to the others.
+    While only `steps` steps are under way in the replica, the ranks of waiting stages leave their share to the others.
     """
     stages = max(1, ranks_per_node(args) // args.tp_size)
     busy = stages if steps is None else min(steps, stages)
@@ -68,7 +68,7 @@ def threads_of(args: ServerArgs, steps: int | None = None) -> int:
 
 
 def check_split(args: ServerArgs, config: ModelConfig) -> None:
-    """Raises ConfigError when the model cannot be split so, with the sizes that would work."""
+    """Raises ConfigError, naming the sizes that would work, when the model cannot be split like this."""
     tp_size, pp_size = args.tp_size, args.pp_size
     if tp_size * pp_size > 1 and config.implementation == "transformers":
         raise ConfigError(
@@ -95,7 +95,9 @@ def check_split(args: ServerArgs, config: ModelConfig) -> None:
 
 
 def tensor_parallel(config: ModelConfig, tp_size: int, pp_size: int) -> bool:
-    """Whether so many ranks can share each layer. With more ranks than KV heads, neighbours hold the same one."""
+    """Whether `tp_size` ranks can share each layer. With more ranks than KV heads, neighbouring ranks hold the same
+    head.
+    """
     kv_heads = config.num_kv_heads
     return (
         config.num_heads % tp_size == 0
@@ -116,7 +118,7 @@ def check_devices(ranks: int, devices: int) -> None:
 
 
 def visible_devices() -> int:
-    """CUDA devices by what the driver and CUDA_VISIBLE_DEVICES say, without CUDA."""
+    """The number of CUDA devices, from /dev and CUDA_VISIBLE_DEVICES, without initializing CUDA."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return present if chosen is None else min(present, len([name for name in chosen.split(",") if name.strip()]))
@@ -126,10 +128,10 @@ def visible_devices() -> int:
 
 
 def rendezvous(args: ServerArgs, directory: str, dp_rank: int) -> str:
-    """Where the ranks of a replica find each other: see make_store in distributed/groups.py.
+    """The URL of the store through which the ranks of a replica meet: see make_store in distributed/groups.py.
 
-    On one node a file in the instance's private directory: no port that another launch could take. --nccl-port asks for
-    a port of the loopback interface instead, and several nodes meet at --dist-init-addr.
+    On one node it is a file in the instance's private directory, which no other launch can take, or a loopback port
+    with --nccl-port. Several nodes meet at --dist-init-addr.
     """
     if args.nnodes > 1:
         host, port = init_address(args)
@@ -140,7 +142,7 @@ def rendezvous(args: ServerArgs, directory: str, dp_rank: int) -> str:
 
 
 def init_address(args: ServerArgs) -> tuple[str, int]:
-    """Host and port of --dist-init-addr, or its host and --nccl-port."""
+    """Host and port of the rendezvous: --dist-init-addr, with --nccl-port where it has no port."""
     assert args.dist_init_addr is not None
     host, _, port = args.dist_init_addr.rpartition(":")
     if not host:
@@ -149,7 +151,7 @@ def init_address(args: ServerArgs) -> tuple[str, int]:
 
 
 def check_ports(args: ServerArgs) -> None:
-    """Raises ConfigError when a port of the rendezvous is taken. Ranks that bind it later than another say so too."""
+    """Raises ConfigError when a rendezvous port is taken. A port that is taken later is reported by the ranks."""
     if args.node_rank > 0 or (args.nnodes == 1 and args.nccl_port is None):
         return
     host, port = init_address(args) if args.nnodes > 1 else ("127.0.0.1", args.nccl_port or 0)
@@ -165,14 +167,14 @@ def check_ports(args: ServerArgs) -> None:
 
 
 def network_environment(args: ServerArgs) -> dict[str, str]:
-    """Which interface the ranks' traffic takes: the loopback, or the one that leads to --dist-init-addr."""
+    """Variables that make gloo and NCCL use the loopback interface, or the one that leads to --dist-init-addr."""
     address = "127.0.0.1" if args.nnodes == 1 else local_address(*init_address(args))
     name = interface_of(address)
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}  # else eth1 is eth10 too
 
 
 def local_address(host: str, port: int) -> str:
-    """Our own address on the way to `host`. Raises ConfigError when there is no way."""
+    """This machine's own address on the route to `host`. Raises ConfigError when there is no route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -183,7 +185,7 @@ def local_address(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an address; empty where none has."""
+    """The name of the network interface with this address; empty if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in addresses):
             return name

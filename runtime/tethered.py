@@ -1,7 +1,7 @@
-"""Runs a program (a compiler, a conversion) that ends with this process, however this process ends.
+"""Runs a program (a compiler, a conversion) that is killed when this process ends, however it ends.
 
-A keeper stands between: it leads a process group of its own, in which the program and what that starts run, and kills
-the group when the pipe from this process closes. Run as a script this file is the keeper.
+A keeper process stands in between: it leads a process group with the program and its descendants, and kills the group
+when the pipe from this process closes. Run as a script, this file is the keeper.
 """
 
 import os
@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 def run_tethered(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run with captured output and no stdin; a program that a signal ends has 128 + its number.
+    """Like subprocess.run with captured output and no stdin. The return code of a program killed by a signal is 128 +
+    number.
 
-    Raises OSError, or TimeoutExpired when the program took too long and has been killed.
+    Raises OSError, or TimeoutExpired when the program took longer than `timeout_s` and was killed.
     """
     reader, writer = os.pipe()
     try:

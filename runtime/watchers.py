@@ -1,6 +1,6 @@
-"""Watchers: whoever wants an instance's metrics for a while, each with a socket of its own in the instance's directory.
+"""Watchers: temporary subscribers of an instance's metrics, each with a socket of its own in the instance's directory.
 
-Every process that has metrics keeps one of these and gets the leases by message. Nothing here waits for a watcher.
+Every process that has metrics keeps one Watchers and gets the leases by message. Nothing here waits for a watcher.
 """
 
 import logging
@@ -18,25 +18,27 @@ log = logging.getLogger(__name__)
 MAX_LEASE_S = 60.0
 MAX_WATCHERS = 16
 HIGH_WATER = 4
-"""So many messages wait for a slow watcher; newer ones are dropped."""
+"""Messages queued for a slow watcher; newer ones are dropped."""
 ENDPOINT = re.compile(r"watch-[A-Za-z0-9._-]{1,40}")
-"""No socket of the instance itself has such a name: none of its channels can be given metrics."""
+"""Names of watchers' sockets. No channel of the instance matches, so metrics cannot be sent into one."""
 
 
 class Watchers:
     def __init__(self, directory: Path, now: Callable[[], float] = time.monotonic):
         self.dropped = 0
-        """Messages that a watcher was too slow for."""
+        """Messages that were dropped because a watcher was too slow."""
         self.directory = directory
         self._now = now
         self._leases: dict[str, tuple[Push, float]] = {}
-        """By endpoint: the socket, and when the lease ends."""
+        """By endpoint: the socket, and the monotonic time at which the lease ends."""
 
     def __len__(self) -> int:
         return len(self._leases)
 
     def subscribe(self, request: SubscribeMetricsReqInput) -> float:
-        """Grants or renews a lease and returns its seconds. Raises ValueError."""
+        """Grants or renews a lease; returns its seconds. Raises ValueError for an invalid request or too many
+        watchers.
+        """
         endpoint = request.endpoint
         path = self.directory / endpoint
         if not ENDPOINT.fullmatch(endpoint):
@@ -55,7 +57,7 @@ class Watchers:
         return lease_s
 
     def offer(self, message: MetricsInput) -> None:
-        """Sends to every watcher that is not too slow for it."""
+        """Sends a message to every watcher whose queue has room."""
         self._forget_ended()
         for push, _ in self._leases.values():
             self.dropped += not push.offer(message)
@@ -66,7 +68,9 @@ class Watchers:
         self._leases.clear()
 
     def _forget_ended(self) -> None:
-        """Of those whose time is over, and of those who have left: what these miss is not dropped."""
+        """Closes the sockets of leases that have run out and of watchers that have gone, whose messages do not count as
+        dropped.
+        """
         now = self._now()
         for endpoint, (push, end) in list(self._leases.items()):
             if now >= end or not (self.directory / endpoint).is_socket():
