@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from llmserve.runtime.logprobs import token_ids, unpacked
 from llmserve.runtime.messages import FinishReason, Logprobs, StrRow
 from llmserve.runtime.request_error import RequestError
 
@@ -88,11 +89,13 @@ def checked(row: StrRow) -> StrRow:
 def chunk_of(rows: list[StrRow]) -> Chunk:
     """One chunk for consecutive rows of a choice."""
     last = rows[-1]
-    logprobs = [entry for row in rows if row.logprobs is not None for entry in _unpacked(row.output_ids, row.logprobs)]
+    logprobs = [
+        entry for row in rows if row.logprobs is not None for entry in _with_logprobs(row.output_ids, row.logprobs)
+    ]
     return Chunk(
         index=last.index,
         text="".join(row.text for row in rows),
-        output_ids=_integers(b"".join(row.output_ids for row in rows)),
+        output_ids=token_ids(b"".join(row.output_ids for row in rows)),
         prompt_tokens=last.prompt_tokens,
         cached_tokens=last.cached_tokens,
         completion_tokens=last.completion_tokens,
@@ -101,17 +104,6 @@ def chunk_of(rows: list[StrRow]) -> Chunk:
     )
 
 
-def _integers(data: bytes) -> list[int]:
-    ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
-    return ids
-
-
-def _unpacked(output_ids: bytes, logprobs: Logprobs) -> list[TokenLogprob]:
-    values = np.frombuffer(logprobs.token_logprobs, dtype="<f4").tolist()
-    shape = (len(values), logprobs.top)
-    top_ids = np.frombuffer(logprobs.top_ids, dtype="<i4").reshape(shape).tolist()
-    top_values = np.frombuffer(logprobs.top_logprobs, dtype="<f4").reshape(shape).tolist()
-    return [
-        TokenLogprob(token_id, value, list(zip(ids, others, strict=True)))
-        for token_id, value, ids, others in zip(_integers(output_ids), values, top_ids, top_values, strict=True)
-    ]
+def _with_logprobs(output_ids: bytes, logprobs: Logprobs) -> list[TokenLogprob]:
+    tokens = zip(token_ids(output_ids), unpacked(logprobs), strict=True)
+    return [TokenLogprob(token_id, value, top) for token_id, (value, top) in tokens]

@@ -4,10 +4,11 @@ import time
 
 import msgspec
 
+from llmserve.runtime.logprobs import token_ids
 from llmserve.runtime.messages import GenerateReqInput, StrRow
 from llmserve.runtime.server.context import Context
 from llmserve.runtime.server.generation import Tally, Usage, finish_of, text_of
-from llmserve.runtime.server.logprobs import ChatLogprobs, chat_logprobs, token_ids, unpack
+from llmserve.runtime.server.logprobs import ChatLogprobs, chat_logprobs, unpack
 from llmserve.runtime.server.sse import frame
 from llmserve.runtime.server.tool_formats import CalledFunction, CallReader, ToolCall
 from llmserve.runtime.server.tools import ToolUse

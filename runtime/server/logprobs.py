@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
-import numpy as np
 
+from llmserve.runtime.logprobs import unpacked
 from llmserve.runtime.messages import Logprobs
 from llmserve.runtime.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -21,22 +21,13 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]]
 
 
-def token_ids(data: bytes) -> list[int]:
-    ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
-    return ids
-
-
 def unpack(ids: Sequence[int], logprobs: Logprobs) -> list[TokenLogprob]:
-    """The logprobs of the k tokens `ids`; `logprobs` must hold as many."""
-    k, top = len(ids), logprobs.top
-    chosen = np.frombuffer(logprobs.token_logprobs, dtype="<f4").tolist()
-    top_ids = np.frombuffer(logprobs.top_ids, dtype="<i4").reshape(k, top).tolist()
-    top_values = np.frombuffer(logprobs.top_logprobs, dtype="<f4").reshape(k, top).tolist()
+    """The logprobs of the k tokens `ids`; `logprobs` must hold as many. Values are ones that JSON can represent."""
     return [
-        TokenLogprob(id, None, [])
+        TokenLogprob(token_id, None, [])
         if math.isnan(value)
-        else TokenLogprob(id, max(value, LOWEST), [(i, max(v, LOWEST)) for i, v in zip(others, values, strict=True)])
-        for id, value, others, values in zip(ids, chosen, top_ids, top_values, strict=True)
+        else TokenLogprob(token_id, max(value, LOWEST), [(i, max(v, LOWEST)) for i, v in top])
+        for token_id, (value, top) in zip(ids, unpacked(logprobs), strict=True)
     ]
 
 

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from llmserve.runtime.grammar import constraint_of
+from llmserve.runtime.logprobs import token_ids
 from llmserve.runtime.messages import GenerateReqInput, LogprobOptions, StrRow
 from llmserve.runtime.server.body import Prompts, invalid, json_response, read_json, split_prompts
 from llmserve.runtime.server.context import Context
@@ -21,7 +22,6 @@ from llmserve.runtime.server.logprobs import (
     NativeLogprob,
     native_logprobs,
     native_top_logprobs,
-    token_ids,
     unpack,
 )
 from llmserve.runtime.server.openapi import operation

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from llmserve.runtime.logprobs import token_ids
 from llmserve.runtime.messages import GenerateReqInput, LogprobOptions, StrRow
 from llmserve.runtime.server.body import Prompts, invalid, json_response, read_json, split_prompts
 from llmserve.runtime.server.context import Context
@@ -26,7 +27,6 @@ from llmserve.runtime.server.logprobs import (
     CompletionLogprobEncoder,
     CompletionLogprobs,
     TokenLogprob,
-    token_ids,
     unpack,
 )
 from llmserve.runtime.server.openapi import operation
