@@ -15,14 +15,20 @@ import typer
 from llmserve.cli import format
 from llmserve.cli.common import ExitCode, JsonOption, TimeoutOption, console_of
 from llmserve.cli.console import Console
-from llmserve.runtime.instance import InstanceError, InstanceRecord, list_instances, runtime_root, sweep_stale
+from llmserve.runtime.instance import (
+    CHILD_MODULE,
+    InstanceError,
+    InstanceRecord,
+    list_instances,
+    runtime_root,
+    sweep_stale,
+)
 
 if TYPE_CHECKING:
     from llmserve.runtime.client import RpcCallError
     from llmserve.runtime.messages import GetStatusReqOutput
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "pyzmq", "msgspec", "fastapi", "uvicorn")
-CHILD_MODULE = "llmserve.runtime.child"
 REAPERS = ("systemd", "init", "tini", "dumb-init")
 GRACE_S = 3.0
 POLL_S = 0.02

@@ -6,6 +6,9 @@ from typing import Annotated
 import typer
 
 from llmserve.cli.common import InstanceOption, JsonOption, TimeoutOption, console_of
+from llmserve.cli.format import duration
+
+LONG_STEP_S = 1.0
 
 
 def ping(
@@ -20,7 +23,7 @@ def ping(
 ) -> None:
     """Measure the round trip to the scheduler.
 
-    The answer comes from between two steps, so under load it takes up to one step.
+    The answer comes from between two steps, so under load it takes up to one step, or half a second of a longer one.
     """
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.messages import PingReqInput
@@ -45,12 +48,20 @@ def ping(
                 "p50_ms": round(p50, 3),
                 "p99_ms": round(p99, 3),
                 "max_ms": round(times_ms[-1], 3),
-                "replicas": [{"state": answer.state, "step": answer.step} for answer in answers],
+                "replicas": [
+                    {"state": answer.state, "step": answer.step, "in_step_s": round(answer.in_step_s, 3)}
+                    for answer in answers
+                ],
             }
         )
     elif count == 1:
-        states = "; ".join(f"{answer.state}, step {answer.step}" for answer in answers)
+        states = "; ".join(f"{answer.state}, step {answer.step}{delay_of(answer.in_step_s)}" for answer in answers)
         console.print(f"PONG {times_ms[0]:.2f} ms ({states})")
     else:
         figures = {"min": times_ms[0], "p50": p50, "p99": p99, "max": times_ms[-1]}
         console.print(f"{count} × PONG  " + "  ".join(f"{name} {value:.2f}" for name, value in figures.items()) + " ms")
+
+
+def delay_of(in_step_s: float) -> str:
+    """What to say after the number of steps where the one that is under way takes long."""
+    return f", the next one takes {duration(in_step_s)} already" if in_step_s >= LONG_STEP_S else ""

@@ -8,6 +8,7 @@ import typer
 from llmserve.cli import format
 from llmserve.cli.common import InstanceOption, JsonOption, TimeoutOption, console_of
 from llmserve.cli.console import Console
+from llmserve.cli.ping import delay_of
 from llmserve.cli.ps import Load, state_of
 from llmserve.runtime.config import flag
 
@@ -61,7 +62,7 @@ def show(console: Console, record: "InstanceRecord", answer: "GetStatusReqOutput
         "instance": f"{record.name} (pid {record.pid}, llmserve {record.version}, protocol {record.protocol})",
         "address": f"http://{record.host}:{record.port}",
         "model": f"{answer.model} (weights version {answer.weight_version})",
-        "state": f"{state}, up {format.duration(answer.uptime_s)}, {answer.steps} steps",
+        "state": f"{state}, up {format.duration(answer.uptime_s)}, {answer.steps} steps{delay_of(answer.in_step_s)}",
         **({"lost": ", ".join(f"replica {n}" for n in record.lost_replicas)} if record.lost_replicas else {}),
         "requests": f"{answer.running} running, {answer.waiting} waiting",
         "kv pool": f"{total} tokens in pages of {answer.page_size}, {format.size(answer.kv_bytes_total)}: {share}",

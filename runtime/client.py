@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from llmserve.runtime.instance import InstanceRecord
+from llmserve.runtime.instance import InstanceRecord, stopped_process
 from llmserve.runtime.messages import (
     PROTOCOL_VERSION,
     ControlRequest,
@@ -26,6 +26,8 @@ from llmserve.runtime.ports import PortArgs
 from llmserve.runtime.wire import Dealer, WireError, decode, encode
 
 DEFAULT_TIMEOUT_S = 10.0
+LAST_WORD_S = 1.0
+"""A scheduler that has sent progress has so long after the deadline to say what was not done in time, and why."""
 PROBE_S = 0.5
 """After so long a silence the server's socket is tried, so that its death is noticed before the deadline."""
 
@@ -68,6 +70,7 @@ class Call(Generic[AnswerT]):
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._on_progress = on_progress
+        self._heard = False
         self.envelope = RpcEnvelope(
             protocol=PROTOCOL_VERSION, call_id=secrets.token_hex(8), timeout_s=timeout_s, body=encode(request)
         )
@@ -83,8 +86,13 @@ class Call(Generic[AnswerT]):
         if envelope is None:
             probe(self._address)
         if time.monotonic() >= self._deadline:
-            raise RpcCallError("timeout", f"no answer came in {self._timeout_s:g} s; see --timeout")
+            raise self._late(f"no answer came in {self._timeout_s:g} s; see --timeout")
         return None
+
+    def _late(self, message: str) -> RpcCallError:
+        """The error of a call that has timed out. It names a process of the instance that is stopped, if one is."""
+        stopped = stopped_process(Path(self._address.removeprefix("ipc://")).parent)
+        return RpcCallError("timeout", f"{message} ({stopped})" if stopped else message)
 
     def _open(self, envelope: RpcEnvelope) -> AnswerT | None:
         if envelope.protocol != PROTOCOL_VERSION:
@@ -97,9 +105,14 @@ class Call(Generic[AnswerT]):
             message = decode(envelope.body, RpcOutput)
         except WireError as error:
             raise RpcCallError("failed", f"the answer cannot be read: {error}") from None
+        if isinstance(message, RpcError) and message.code == "timeout":
+            raise self._late(message.message)
         if isinstance(message, RpcError):
             raise RpcCallError(message.code, message.message)
         if isinstance(message, RpcProgress):
+            if not self._heard:
+                self._heard = True
+                self._deadline += LAST_WORD_S
             if self._on_progress is not None:
                 self._on_progress(message)
             return None

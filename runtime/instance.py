@@ -24,6 +24,7 @@ from llmserve.runtime.ports import PortArgs
 log = logging.getLogger(__name__)
 
 RECORD = "instance.json"
+CHILD_MODULE = "llmserve.runtime.child"
 
 
 class InstanceError(Exception):
@@ -65,7 +66,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Which of its processes is stopped (SIGSTOP, a debugger), in words; empty when none is."""
         for pid in (self.pid, *self.children):
             if _stat(pid)[:1] in (["T"], ["t"]):
-                return f"its {'main ' if pid == self.pid else ''}process {pid} is stopped"
+                role = "main" if pid == self.pid else child_role(pid) or "child"
+                return f"its {role} process {pid} is stopped"
         return ""
 
     @property
@@ -162,6 +164,12 @@ def acquire(name: str) -> Instance:
             raise InstanceError(f"cannot write in {directory}: {error.strerror}", 1) from None
 
 
+def stopped_process(directory: Path) -> str:
+    """Which process of the instance in `directory` is stopped, as `InstanceRecord.stopped` says it."""
+    record = _read(directory)
+    return record.stopped if record is not None else ""
+
+
 def list_instances() -> list[InstanceRecord]:
     """The records of all instances, by name; those of dead ones that left theirs behind are not `alive`."""
     root = runtime_root()
@@ -204,6 +212,15 @@ def process_start_time(pid: int) -> int | None:
     """When a process started, in clock ticks since the boot; None when it is gone, or dead and not yet waited for."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def child_role(pid: int) -> str:
+    """What a child of a main process is (processes.py starts them); empty for any other process."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return command[command.index(CHILD_MODULE) + 1] if CHILD_MODULE in command else ""
 
 
 def _stat(pid: int) -> list[str]:

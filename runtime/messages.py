@@ -258,6 +258,8 @@ class PingReqOutput(Message, frozen=True, kw_only=True):
 
     step: int
     state: str
+    in_step_s: float = 0.0
+    """How long the oldest step that is under way has taken so far; 0 where none is."""
 
 
 class AbortReqInput(ControlRequest["AbortReqOutput"], frozen=True, kw_only=True):
@@ -413,6 +415,8 @@ class GetStatusReqOutput(Message, frozen=True, kw_only=True):
     weight_version: int
     uptime_s: float
     steps: int
+    in_step_s: float = 0.0
+    """As PingReqOutput's."""
     running: int
     waiting: int
     kv_tokens_total: int
@@ -501,6 +505,8 @@ class SchedulerMetrics(Message, frozen=True, kw_only=True):
     """So many choices may run at once."""
     step_s: float = 0.0
     """The duration of the last step."""
+    in_step_s: float = 0.0
+    """How long the oldest step that is under way has taken so far; 0 where none is."""
     pages_total: int = 0
     active_s: float = 0.0
     """Time since the start with a step in some stage: of this a stage that is not busy has waited the rest."""

@@ -82,7 +82,10 @@ class Control:
     # ---- verbs that answer at once -----------------------------------------------------------------------------------
 
     def ping(self, request: PingReqInput) -> PingReqOutput:
-        return PingReqOutput(step=self._scheduler.results.counters.steps, state=self._scheduler.state)
+        scheduler = self._scheduler
+        return PingReqOutput(
+            step=scheduler.results.counters.steps, state=scheduler.state, in_step_s=scheduler.in_step_s
+        )
 
     def get_load(self, request: GetLoadReqInput) -> GetLoadReqOutput:
         return self._scheduler.snapshots.load()
@@ -107,6 +110,7 @@ class Control:
             weight_version=scheduler.weight_version,
             uptime_s=scheduler.snapshots.uptime_s,
             steps=scheduler.results.counters.steps,
+            in_step_s=scheduler.in_step_s,
             running=load.running,
             waiting=load.waiting,
             kv_tokens_total=load.kv_tokens_total,

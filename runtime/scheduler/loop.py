@@ -1,7 +1,7 @@
 """The scheduler's loop: messages in, a step planned and submitted, its result applied, rows out.
 
 It decides when things happen. Who runs is policy.py's, what a result means is results.py's, what an operator may ask is
-control.py's; the sockets are given to it (process.py).
+control.py's; the sockets are given to it (process.py). While a step takes long, standin.py acts for it.
 """
 
 import logging
@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from llmserve.runtime.cache.kv_cache import KVCache
@@ -69,8 +70,11 @@ class Control(Protocol):
     def handle(self, message: ControlReqInput) -> None:
         """A control message that came through the pipeline."""
 
-    def poll(self) -> bool:
-        """Called once a turn: reads new calls and answers those that can be answered now. Whether there were any."""
+    def poll(self, holds_up: bool = True) -> bool:
+        """Called once a turn: reads new calls and answers those that can be answered now. Whether there were any.
+
+        It takes little time where it holds up requests that run.
+        """
 
 
 class Scheduler:
@@ -106,6 +110,8 @@ class Scheduler:
         self.policy = Policy(args, self.kv, self.table, self.results.retract, depth)
         self.snapshots = Snapshots(self, dp_rank)
         self.control: Control | None = None
+        self.waiting: AbstractContextManager[None] = nullcontext()
+        """Entered while it waits for the worker: meanwhile another thread may call `stand_in`."""
         self.pause_mode: PauseMode | None = None
         self.admitting = True
         """While it is not, nothing that waits starts."""
@@ -116,6 +122,8 @@ class Scheduler:
         self._offer_metrics = offer_metrics
         self._depth = depth
         self._in_flight: deque[Step] = deque()
+        self._submitting: float | None = None
+        """Since when the worker takes a step, which may be until it has computed it."""
         self._metrics_due = 0.0
         self._told_state = ""
         self._working = False
@@ -144,6 +152,19 @@ class Scheduler:
         self._send()
         self._report()
         return received or called or ended or submitted or expired or applied
+
+    def stand_in(self) -> None:
+        """What a turn does but for steps: called in its place while one takes long, by who holds `waiting`'s lock.
+
+        Requests in the step keep what they have, as something of them is in flight; the others may end.
+        """
+        self._receive()
+        if self.control is not None:
+            self.control.poll(holds_up=False)
+        self.results.reap()
+        self._expire()
+        self._send()
+        self._report()
 
     def _receive(self) -> bool:
         for count in range(MESSAGES_PER_TURN):
@@ -198,7 +219,11 @@ class Scheduler:
         for request, _, length in shares:
             request.scheduled += length
             request.in_flight += 1
-        self._in_flight.append(Step(shares, self.worker.submit(plan), began))
+        self._submitting = began
+        with self.waiting:
+            handle = self.worker.submit(plan)
+        self._submitting = None
+        self._in_flight.append(Step(shares, handle, began))
         return True
 
     def _rows(self, shares: list[Share]) -> Iterator[PlanRow]:
@@ -232,8 +257,9 @@ class Scheduler:
         """Applies the oldest step, if it is done or if `wait`."""
         if not self._in_flight or not (wait or self._in_flight[0].handle.done()):
             return False
-        step = self._in_flight.popleft()
-        self.results.apply(step, self.now)
+        step = self._in_flight[0]
+        self.results.apply(step, self.now, self.waiting)
+        self._in_flight.popleft()
         self.policy.observe(step.shares, self.results.counters.step_s)
         return True
 
@@ -283,6 +309,12 @@ class Scheduler:
         if self.intake.draining:
             return "draining"
         return "ready" if self.pause_mode is None else "paused"
+
+    @property
+    def in_step_s(self) -> float:
+        """How long the oldest step that is under way has taken so far; 0 where none is."""
+        began = self._in_flight[0].began if self._in_flight else self._submitting
+        return 0.0 if began is None else self.now() - began
 
     @property
     def quiet(self) -> bool:

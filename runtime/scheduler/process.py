@@ -39,6 +39,7 @@ from llmserve.runtime.scheduler.control import Control
 from llmserve.runtime.scheduler.guides import Guides, vocabulary_of
 from llmserve.runtime.scheduler.loop import Scheduler
 from llmserve.runtime.scheduler.rpc import RpcServer
+from llmserve.runtime.scheduler.standin import StandIn
 from llmserve.runtime.tokenizer import IncrementalDecoder, Tokenizer
 from llmserve.runtime.watchers import Watchers
 from llmserve.runtime.wire import Poller, Pull, Push, Router
@@ -165,7 +166,13 @@ def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:
         scheduler.snapshots.active_s = lambda: worker.active_s
     # A lease travels down the pipeline: the detokenizer passes it on to the front, which has metrics too.
     control = Control(scheduler, init.checkpoint.path, watchers, forward=tokens.send)
-    scheduler.control = RpcServer(router, control.start, reply=text.send, busy=lambda: not scheduler.quiet)
+    scheduler.control = RpcServer(
+        router,
+        control.start,
+        reply=text.send,
+        busy=lambda: not scheduler.quiet,
+        in_step_s=lambda: scheduler.in_step_s,
+    )
     scheduler.snapshots.bad_frames = lambda: inbox.bad_frames + router.bad_frames
     scheduler.snapshots.dropped_messages = lambda: metrics.dropped + watchers.dropped
     info = worker.info
@@ -177,4 +184,5 @@ def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:
         weight_bytes=info.weight_bytes,
         **info.in_effect,
     )
+    scheduler.waiting = StandIn(scheduler.stand_in)
     scheduler.run(Poller(inbox, router).wait)

@@ -5,6 +5,7 @@ The one place where requests end and where pages are released. It submits nothin
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,13 +75,14 @@ class Results:
 
     # ---- a step's result -----------------------------------------------------------------------------------------
 
-    def apply(self, step: Step, now: Callable[[], float]) -> None:
-        """Waits for a submitted step and applies its result.
+    def apply(self, step: Step, now: Callable[[], float], waiting: AbstractContextManager[None]) -> None:
+        """Waits for a submitted step, in `waiting`, and applies its result.
 
         Raises WorkerDied, and IntegrityError where pages were mixed up; all else ends only the requests it concerns.
         """
         try:
-            results = step.handle.result().rows
+            with waiting:
+                results = step.handle.result().rows
             if len(results) != len(step.shares):
                 raise RuntimeError(f"{len(results)} results for a step of {len(step.shares)} rows")
         except WorkerDied:

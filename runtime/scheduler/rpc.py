@@ -31,6 +31,8 @@ CALLS_PER_TURN = 64
 SHARE_OF_TIME = 0.02
 """Calls may take so much of the time while requests run; a burst may take what MAX_CREDIT_S holds."""
 MAX_CREDIT_S = 0.005
+LONG_STEP_S = 1.0
+"""A step that takes longer is named as the reason of a timeout."""
 PROGRESS_INTERVAL_S = 0.25
 """Progress is also how the server learns that a client is gone."""
 
@@ -69,7 +71,8 @@ class RpcServer:
     """Serves the calls that come through the ROUTER, and control messages that come through the pipeline.
 
     `start` begins a verb: it returns the answer, or the work that will give it, or raises Refusal. `reply` sends an
-    answer back through the pipeline. `busy` says whether requests run, so that calls are held to their budget.
+    answer back through the pipeline. `busy` says whether requests run, so that calls are held to their budget, and
+    `in_step_s` how long the step under way has taken.
     """
 
     def __init__(
@@ -78,12 +81,14 @@ class RpcServer:
         start: Callable[[ControlReqInput], Message | Work],
         reply: Callable[[Message], None],
         busy: Callable[[], bool],
+        in_step_s: Callable[[], float] = lambda: 0.0,
         now: Callable[[], float] = time.monotonic,
     ):
         self._router = router
         self._start = start
         self._reply = reply
         self._busy = busy
+        self._in_step_s = in_step_s
         self._now = now
         self._pending: list[Pending] = []
         self._credit_s = MAX_CREDIT_S
@@ -106,9 +111,12 @@ class RpcServer:
 
         self._begin(message, tell, self._now() + MAX_TIMEOUT_S)
 
-    def poll(self) -> bool:
-        """Goes on with what is pending, then takes new calls, as far as the budget allows. Whether it took any."""
-        began, busy = self._now(), self._busy()
+    def poll(self, holds_up: bool = True) -> bool:
+        """Goes on with what is pending, then takes new calls, as far as the budget allows if that holds up requests.
+
+        Whether it took any.
+        """
+        began, busy = self._now(), holds_up and self._busy()
         earned_s = (began - self._polled) * SHARE_OF_TIME
         self._credit_s = min(MAX_CREDIT_S, self._credit_s + earned_s) if busy else MAX_CREDIT_S
         self._polled = began
@@ -177,7 +185,7 @@ class RpcServer:
             progress = next(call.work)
             if now >= call.deadline:
                 call.work.close()
-                raise Refusal("timeout", _text(progress))
+                raise Refusal("timeout", _late(progress, self._in_step_s()))
             if now - call.told >= PROGRESS_INTERVAL_S or progress.stage != call.stage:
                 call.told, call.stage = now, progress.stage
                 if not call.tell(progress):
@@ -200,7 +208,9 @@ def _as_error(error: Exception, verb: str) -> RpcError:
     return RpcError(code="failed", message=f"internal error ({type(error).__name__}); the instance's log has more")
 
 
-def _text(progress: RpcProgress) -> str:
+def _late(progress: RpcProgress, in_step_s: float) -> str:
+    """What is said where the answer is not there in time: how far the work is, and what it waits for."""
     of = f" of {progress.total:g}" if progress.total else ""
     amount = f" ({progress.done:g}{of} {progress.unit})" if progress.unit else ""
-    return f"not done in time: {progress.stage}{amount}"
+    step = f"; the step under way takes {in_step_s:.0f} s already" if in_step_s >= LONG_STEP_S else ""
+    return f"not done in time: {progress.stage}{amount}{step}"

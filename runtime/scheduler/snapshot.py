@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import psutil
 
+from llmserve.runtime.instance import child_role
 from llmserve.runtime.messages import GetLoadReqOutput, ProcessInfo, RequestInfo, SchedulerMetrics
 from llmserve.runtime.scheduler.request import Request
 from llmserve.runtime.usage import Meter
@@ -16,7 +17,6 @@ from llmserve.runtime.usage import Meter
 if TYPE_CHECKING:
     from llmserve.runtime.scheduler.loop import Scheduler
 
-CHILD_MODULE = "llmserve.runtime.child"
 SHOWN_REQUESTS = 256
 """So many requests at most are in the metrics; `requests` lists all."""
 
@@ -66,6 +66,7 @@ class Snapshots:
             flushes_total=kv.flushes,
             bad_frames_total=self.bad_frames(),
             step_s=counters.step_s,
+            in_step_s=scheduler.in_step_s,
             pages_total=kv.total,
             active_s=self.active_s(),
             itl=counters.itl.snapshot(),
@@ -98,9 +99,8 @@ class Snapshots:
         others = [process_info("main", main)]
         for child in main.children():
             with contextlib.suppress(psutil.Error):
-                command = child.cmdline()
-                role = command[command.index(CHILD_MODULE) + 1] if CHILD_MODULE in command else "scheduler"
-                if not role.startswith("scheduler"):
+                role = child_role(child.pid)
+                if role and not role.startswith("scheduler"):
                     others.append(process_info(role, child))
         return (others[0], *self.own_processes(), *others[1:])
 

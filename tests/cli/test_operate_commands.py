@@ -11,11 +11,14 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 from fake_instance import FakeInstance, fresh_registry, request_info, run
 from rich.cells import cell_len, set_cell_size
 from typer.testing import CliRunner
 
+from instances import wait_until
 from llmserve.cli import update_weights
 from llmserve.cli.commands import COMMANDS
 from llmserve.cli.main import app
@@ -38,6 +41,8 @@ from llmserve.runtime.messages import (
     ListRequestsReqInput,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
+    PingReqInput,
+    PingReqOutput,
     ProcessInfo,
     RpcError,
     RpcProgress,
@@ -128,6 +133,33 @@ def test_silence_is_exit_75_after_the_timeout(fake: FakeInstance, command: str) 
     result = run(*command.split(), "--timeout", "0.2", "--json")
     assert (result.code, result.out) == (75, "")
     assert "no answer came in 0.2 s; see --timeout" in result.err
+
+
+def test_who_is_not_answered_is_told_which_process_is_stopped(fake: FakeInstance) -> None:
+    fake.handlers[PingReqInput] = lambda _: []
+    fake.handlers[DrainReqInput] = lambda _: RpcError(code="timeout", message="not done in time: draining")
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            child.send_signal(signal.SIGSTOP)
+            wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED, 10, "its stop")
+            fake.instance.update(children=(child.pid,))
+            told = [run(*command.split()).err for command in ("ping --timeout 0.2", "drain --no-wait")]
+        finally:
+            child.kill()
+    assert told == [
+        f"llmserve: {fault} (its child process {child.pid} is stopped)\n"
+        for fault in ("no answer came in 0.2 s; see --timeout", "not done in time: draining")
+    ]
+
+
+def test_a_long_step_is_told(fake: FakeInstance) -> None:
+    fake.handlers[PingReqInput] = lambda _: PingReqOutput(step=7, state="ready", in_step_s=12.3)
+    fake.handlers[GetStatusReqInput] = lambda _: msgspec.structs.replace(STATUS, in_step_s=12.3)
+    assert run("ping").out.endswith("(ready, step 7, the next one takes 12.3s already)\n")
+    assert json.loads(run("ping", "--json").out)["replicas"] == [{"state": "ready", "step": 7, "in_step_s": 12.3}]
+    assert "99 steps, the next one takes 12.3s already" in run("status").out
+    fake.handlers[PingReqInput] = lambda _: PingReqOutput(step=7, state="ready", in_step_s=0.3)
+    assert run("ping").out.endswith("(ready, step 7)\n")
 
 
 def test_a_lost_replica_is_named(fake: FakeInstance) -> None:

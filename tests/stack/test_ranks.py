@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,14 @@ from loads import OpenRequest, load
 from checkpoints import make_tiny
 from instances import FOREVER, RunningInstance, assert_gone, launched, run_cli, start, wait_until
 from llmserve.runtime.client import RpcCallError, RpcClient
-from llmserve.runtime.messages import GetLoadReqInput, PingReqInput
+from llmserve.runtime.messages import (
+    AbortReqInput,
+    GetLoadReqInput,
+    GetStatusReqInput,
+    ListRequestsReqInput,
+    PingReqInput,
+    RpcProgress,
+)
 
 RANKS = ("--threads", "1", "--dtype", "float32")
 
@@ -151,6 +158,43 @@ def test_operators_do_on_four_ranks_what_they_do_on_one(
     assert cli_json(split, "flush-cache")["pages_freed"] > 0
     cli_json(split, "update-weights", str(long_model))
     assert text(split, "Tell me") == before
+
+
+def took(action: Callable[[], object]) -> float:
+    """Seconds."""
+    began = time.monotonic()
+    action()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("name", ["scheduler-dp0-pp0-tp1", "scheduler-dp0-pp1-tp0"])
+def test_operators_see_and_steer_while_a_rank_hangs(split: RunningInstance, name: str) -> None:
+    """The first rank waits in a step then, for another one of its stage or for the result of the last one."""
+    hangs, progress = split.child(name), list[RpcProgress]()
+    with load(split, FOREVER, streams=1, plain=1) as requests, RpcClient(f"ipc://{split.directory}/rpc.sock") as rpc:
+        hangs.suspend()
+        try:
+            wait_until(lambda: rpc.call(PingReqInput()).in_step_s > 1, 15, "a step that takes long")
+            assert min(took(lambda: rpc.call(PingReqInput())) for _ in range(5)) < 1
+            asked = (PingReqInput(), GetStatusReqInput(), GetLoadReqInput(), ListRequestsReqInput())
+            ping, status, open_now, listed = (rpc.call(request) for request in asked)
+            assert (status.steps, open_now.running + open_now.waiting, len(listed.requests)) == (ping.step, 2, 2)
+            shown = run_cli(split.root, "ping", "--instance", split.name).stdout
+            assert re.search(rf"ready, step {ping.step}, the next one takes [0-9.]+s already", shown)
+            first = listed.requests[0].rid
+            with ThreadPoolExecutor() as threads, RpcClient(rpc.address) as other:
+                try:
+                    aborting = threads.submit(other.call, AbortReqInput(rids=(first,)), progress.append, 30.0)
+                    wait_until(lambda: progress and progress[-1].total == 1, 15, "that it is to end")
+                    assert not aborting.done()
+                finally:
+                    hangs.resume()
+                assert aborting.result().aborted == (first,)
+        finally:
+            hangs.resume()
+        assert first not in rpc.call(AbortReqInput(everything=True)).aborted
+        for request in requests:
+            request.wait(10)
 
 
 @pytest.mark.parametrize("kind", ["split", "replicated"])

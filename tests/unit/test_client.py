@@ -127,6 +127,21 @@ def test_silence_of_a_live_server_times_out_at_the_deadline(server: Server) -> N
     assert 0.7 <= time.monotonic() - began < 2.0
 
 
+def test_a_server_that_has_spoken_may_say_why_it_is_late(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows only at the deadline, when the client has reached that too."""
+    monkeypatch.setattr("llmserve.runtime.client.LAST_WORD_S", 20.0)
+
+    def late(request: Message) -> Iterator[Message]:
+        yield RpcProgress(stage="aborting")
+        time.sleep(0.4)
+        yield RpcError(code="timeout", message="a step takes long")
+
+    server.answers = late
+    with RpcClient(server.address) as client, pytest.raises(RpcCallError, match=r"^a step takes long$") as caught:
+        client.call(PingReqInput(), timeout_s=0.2)
+    assert caught.value.code == "timeout"
+
+
 @pytest.mark.parametrize("socket_file_left", [False, True])
 def test_a_dead_instance_is_noticed_at_once(tmp_path: Path, socket_file_left: bool) -> None:
     address = f"ipc://{tmp_path}/rpc.sock"
