@@ -1,6 +1,7 @@
-"""The interface of attention: the pages of keys and values, what a step looks like, and what a backend does with them.
+"""The interface of attention backends: the KV pages, the batch of a step, and the operations of a backend.
 
-A backend is planned once a step and then run once a layer. It chooses how a page is laid out; nobody else reads pages.
+A backend is planned once per step and then run once per layer. It chooses the layout of a page, and nobody else reads
+pages.
 """
 
 from abc import ABC, abstractmethod
@@ -13,9 +14,10 @@ from torch import Tensor
 
 
 class AttentionSpec(NamedTuple):
-    """One layer's kind of attention, always causal.
+    """The parameters of a layer's attention, which is always causal.
 
-    A token sees the last `sliding_window` tokens, itself included; `softcap` c bounds scores as c * tanh(score / c).
+    A token attends to the last `sliding_window` tokens, itself included; `softcap` c limits scores to c * tanh(score /
+    c).
     """
 
     scale: float
@@ -25,23 +27,23 @@ class AttentionSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The tokens of one step. Sequence b has the tokens [query_start[b], query_start[b + 1]) of the T tokens.
+    """The T tokens of one step, of B sequences. Sequence b has the tokens [query_start[b], query_start[b + 1]).
 
-    The tensors lie on the model's device; the integers are known to the host without a sync.
+    The tensors are on the model's device; the integers are known to the host without a sync.
     """
 
     input_ids: Tensor
     """int64 [T]."""
     positions: Tensor
-    """int64 [T]: the index of each token in its own sequence."""
+    """int64 [T]: the position of each token in its sequence."""
     query_start: Tensor
     """int32 [B + 1]."""
     seq_lens: Tensor
-    """int32 [B]: tokens of each sequence once this step's are written."""
+    """int32 [B]: the length of each sequence, this step's tokens included."""
     block_table: Tensor
-    """int32 [B, max_pages]: the pages of each sequence in order; what lies past its length is never read."""
+    """int32 [B, max_pages]: the pages of each sequence in order; entries past its length are never read."""
     slot_mapping: Tensor
-    """int64 [T]: page * page_size + offset, where each token's key and value go."""
+    """int64 [T]: page * page_size + offset, where the key and value of each token are written."""
     num_tokens: int
     num_sequences: int
     max_query_len: int
@@ -50,7 +52,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class PageGeometry:
-    """What the size of a page depends on: the layers, heads and numbers that this rank holds."""
+    """What determines the size of a page: the layers, KV heads and dtype of this rank."""
 
     num_layers: int
     num_kv_heads: int
@@ -62,12 +64,12 @@ class PageGeometry:
 
     @property
     def bytes_per_page(self) -> int:
-        """Keys and values of one page in all layers."""
+        """Bytes of the keys and values of one page in all layers."""
         return 2 * self.num_layers * self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class KVPool:
-    """The key and value pages of all layers, allocated once. Untouched memory of a CPU pool is not resident."""
+    """The key and value pages of all layers, allocated once. CPU memory becomes resident only when it is written."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class KVPool:
         value_shape: tuple[int, ...],
         allocate: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
-        """`key_shape` and `value_shape` are those of one page of one layer, as the backend lays it out."""
+        """`key_shape` and `value_shape` are the shapes of one page of one layer in the backend's layout."""
         self.geometry = geometry
         self.num_pages = num_pages
         empty = allocate or (lambda shape, dtype: torch.empty(shape, dtype=dtype, device=geometry.device))
@@ -91,19 +93,21 @@ class KVPool:
 
 
 class AttentionBackend(ABC):
-    """Writes a step's keys and values into the pages and attends to all that the sequences have there."""
+    """Writes the keys and values of a step into the pages, and attends to all those of each sequence."""
 
     name: ClassVar[str]
-    """As --attention-backend has it."""
+    """Its name in --attention-backend."""
     pool: KVPool
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
-        """Prepares a step: every layer's `forward` until the next plan is about this batch. No sync with the device."""
+        """Prepares a step: `forward` of every layer is for this batch until the next plan. Does not sync with the
+        device.
+        """
 
     @abstractmethod
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D], positions already applied; query head h reads KV head h * Hkv // Hq.
+        """q [T, Hq, D], k and v [T, Hkv, D], with rotary embedding applied; query head h reads KV head h * Hkv // Hq.
 
         Returns [T, Hq * D].
         """

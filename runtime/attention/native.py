@@ -1,4 +1,4 @@
-"""Attention by the native kernels (ops/csrc/attention.h): CPU, float32 or bfloat16, any mix of prompts and decodes."""
+"""Attention with the native kernels (ops/csrc/attention.h): CPU, float32 or bfloat16, prefill and decode mixed."""
 
 import torch
 from torch import Tensor
@@ -12,13 +12,12 @@ _WORD_BYTES = 4
 class NativeAttention(AttentionBackend):
     """A page holds keys as [Hkv, blocks, D / pack, 16, pack] and values as [Hkv, blocks, 16 / pack, D, pack].
 
-    `pack` numbers fill four bytes: what a dot product instruction takes at once.
-    """
+    `pack` numbers fill four bytes, the unit of a dot product instruction."""
 
     name = "native"
 
     def __init__(self, geometry: PageGeometry, num_pages: int, num_heads: int) -> None:
-        """Raises ValueError where the kernels cannot take this geometry."""
+        """Raises ValueError when the kernels do not support this geometry."""
         kernels = native.library()
         if reason := unsupported(geometry):
             raise ValueError(reason)
@@ -89,7 +88,7 @@ class NativeAttention(AttentionBackend):
 
 
 def unsupported(geometry: PageGeometry) -> str | None:
-    """Why the kernels cannot take this geometry; None where they can."""
+    """Why the kernels do not support this geometry; None if they do."""
     if geometry.device.type != "cpu":
         return f"it runs on the CPU, not on {geometry.device}"
     if geometry.dtype not in native.DTYPES:

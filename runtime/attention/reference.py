@@ -1,4 +1,4 @@
-"""Attention in plain torch, one sequence after the other, summed in float32: slow, and easy to believe."""
+"""Attention in plain torch, one sequence after the other, in float32: slow, and simple enough to be the reference."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from llmserve.runtime.attention.base import AttentionBackend, AttentionSpec, For
 
 
 class ReferenceAttention(AttentionBackend):
-    """Pages lie as [page_size, Hkv, D], so a layer's pages are one array of slots. It syncs with the device."""
+    """Pages are [page_size, Hkv, D], so that a layer's pages are one array of slots. It syncs with the device."""
 
     name = "reference"
 
@@ -39,7 +39,7 @@ class ReferenceAttention(AttentionBackend):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """The last n of m tokens attend to all before and to themselves: q [n, Hq, D], k and v [m, Hkv, D]; [n, Hq, D]."""
+    """Causal attention of the last n of m tokens: q [n, Hq, D], k and v [m, Hkv, D], to [n, Hq, D]."""
     (n, q_heads, _), (m, kv_heads, _) = q.shape, k.shape
     k, v = (x.float().repeat_interleave(q_heads // kv_heads, 1).transpose(0, 1) for x in (k, v))
     scores = q.float().transpose(0, 1) @ k.transpose(1, 2) * spec.scale

@@ -1,4 +1,4 @@
-"""Which attention backend a worker uses."""
+"""Selects the attention backend of a worker."""
 
 import torch
 
@@ -11,7 +11,7 @@ from llmserve.runtime.config import ConfigError
 
 
 def page_size(name: str, wanted: int, device: torch.device) -> int:
-    """Tokens in a page: what --page-size says, rounded up to what the backend of --attention-backend can take."""
+    """Tokens in a page: --page-size, rounded up to what the backend of --attention-backend supports."""
     if device.type == "cuda" and name in ("auto", "varlen"):
         return -(-wanted // varlen.PAGE_MULTIPLE) * varlen.PAGE_MULTIPLE
     return wanted
@@ -20,9 +20,9 @@ def page_size(name: str, wanted: int, device: torch.device) -> int:
 def make_attention(
     name: str, geometry: PageGeometry, num_pages: int, num_heads: int, softcap: bool
 ) -> AttentionBackend:
-    """The backend of an --attention-backend option with its pool. Raises ConfigError when it cannot run here.
+    """The backend of --attention-backend, with its pool. Raises ConfigError when it cannot run here.
 
-    `num_heads` are this rank's query heads; `softcap`: the model bounds its attention scores.
+    `num_heads` is the number of this rank's query heads, `softcap` whether the model limits attention scores.
     """
     reasons = {"native": native.unsupported(geometry), "varlen": varlen.unsupported(geometry, softcap)}
     if reason := reasons.get(name):

@@ -1,4 +1,4 @@
-"""Attention on CUDA by torch's varlen_attn, whose flash kernels read a paged cache through a block table."""
+"""Attention on CUDA with torch's varlen_attn, whose FlashAttention kernels read a paged cache through a block table."""
 
 import torch
 from torch import Tensor
@@ -6,13 +6,13 @@ from torch import Tensor
 from llmserve.runtime.attention.base import AttentionBackend, AttentionSpec, ForwardBatch, KVPool, PageGeometry
 
 NEEDED_TORCH = (2, 13)
-"""The first whose FlashAttention 2 takes a block table and num_splits."""
+"""The first version whose FlashAttention 2 takes a block table and num_splits."""
 PAGE_MULTIPLE = 256
-"""Tokens that a page holds, or a multiple: what FlashAttention 2 asks of a paged cache."""
+"""FlashAttention 2 requires pages of a multiple of so many tokens."""
 
 
 class VarlenAttention(AttentionBackend):
-    """Pages lie as [page_size, Hkv, D]. Nothing here syncs with the device."""
+    """Pages are [page_size, Hkv, D]. Nothing here syncs with the device."""
 
     name = "varlen"
 
@@ -56,7 +56,7 @@ class VarlenAttention(AttentionBackend):
 
 
 def unsupported(geometry: PageGeometry, softcap: bool) -> str | None:
-    """Why varlen_attn cannot take this geometry; None where it can."""
+    """Why varlen_attn does not support this geometry; None if it does."""
     if geometry.device.type != "cuda":
         return f"it runs on CUDA, not on {geometry.device}"
     if tuple(map(int, torch.__version__.split(".")[:2])) < NEEDED_TORCH:

@@ -1,7 +1,7 @@
-"""KVCache: the pages of running requests and the prefix cache as one budget of memory.
+"""KVCache: the pages of running requests and of the prefix cache, in one pool.
 
-It owns the page pool and the prefix tree and moves pages between them. Who gets pages, and when they come back, is
-decided by the scheduler.
+It owns the page pool and the prefix tree and moves pages between them. The scheduler decides who gets pages and when
+they are released.
 """
 
 from collections.abc import Iterable
@@ -37,14 +37,16 @@ class Lease:
 
 
 class KVCache:
-    """Tokens are int32 bytes, lengths are counted in tokens. With `prefix_cache` off nothing is ever shared or kept."""
+    """Tokens are given as int32 bytes; lengths are in tokens. With `prefix_cache` off, nothing is ever shared or
+    kept.
+    """
 
     def __init__(self, num_pages: int, page_size: int, prefix_cache: bool = True) -> None:
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.evicted_pages = 0
         self.flushes = 0
-        """Times that the prefix cache was emptied."""
+        """How many times the prefix cache was emptied."""
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(page_size)
 
@@ -55,7 +57,7 @@ class KVCache:
 
     @property
     def cached(self) -> int:
-        """Pages that only the prefix cache holds: they can be had by eviction."""
+        """Pages that only the prefix cache holds, and that can be evicted."""
         return self._tree.num_evictable
 
     @property
@@ -72,7 +74,7 @@ class KVCache:
         return -(-num_tokens // self.page_size)
 
     def match(self, namespace: str, tokens: bytes | bytearray, limit: int) -> tuple[int, int]:
-        """How many of the first `limit` tokens are cached, and how many pages of these are held by running requests."""
+        """How many of the first `limit` tokens are cached, and how many of their pages running requests hold."""
         if not self.prefix_cache:
             return 0, 0
         pages, locked = self._tree.match(namespace, tokens, limit // self.page_size)
@@ -83,7 +85,9 @@ class KVCache:
         return Lease(*self._tree.lock_prefix(namespace, self._key(tokens, limit if self.prefix_cache else 0)))
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
-        """Makes the lease cover `num_tokens`, evicting what it must. False, and nothing changed: there is no room."""
+        """Extends the lease to `num_tokens`, evicting if necessary. False, with nothing changed, when there is no
+        room.
+        """
         count = self.pages_for(num_tokens) - lease.num_pages
         if count <= 0:
             return True
@@ -99,7 +103,8 @@ class KVCache:
     def commit(self, lease: Lease, tokens: bytes | bytearray, computed: int) -> None:
         """Gives the full pages of the first `computed` tokens to the tree, so that others can share them.
 
-        Only tokens whose KV is written may be counted. Pages that the tree already has are swapped for the tree's.
+        The KV of these tokens must have been written. Pages with content that the tree already has are replaced by the
+        tree's.
         """
         full = computed // self.page_size
         if full <= lease.shared or not self.prefix_cache:
@@ -115,7 +120,7 @@ class KVCache:
         lease.shared = full
 
     def release(self, lease: Lease, tokens: bytes | bytearray, computed: int) -> None:
-        """Ends the lease; the full pages of the first `computed` tokens stay in the prefix cache."""
+        """Ends the lease. The full pages of the first `computed` tokens stay in the prefix cache."""
         self.commit(lease, tokens, computed)
         self._pool.release(lease.own_pages())
         self._tree.unlock(lease.node)
@@ -130,13 +135,13 @@ class KVCache:
         return len(pages)
 
     def reset(self) -> None:
-        """Forgets everything. No lease may be out."""
+        """Frees all pages and empties the prefix cache. No lease may be in use."""
         self.flushes += 1
         self._pool = PagePool(self.total)
         self._tree = RadixTree(self.page_size)
 
     def check_integrity(self, leases: Iterable[Lease]) -> None:
-        """Checks that free + tree + requests = all pages, given all leases that are out. Raises IntegrityError."""
+        """Checks that free + tree + requests = all pages, given all leases in use. Raises IntegrityError."""
         own = [lease.own_pages() for lease in leases]
         self._pool.check_integrity(self._tree.all_pages(), np.concatenate([np.zeros(0, dtype=np.int32), *own]))
         self._tree.check_integrity([lease.node for lease in leases])

@@ -1,6 +1,6 @@
-"""The pool of KV pages: which are free, and what kind of owner holds each of the others.
+"""The pool of KV pages: which are free, and what kind of owner each of the others has.
 
-It knows neither tokens nor requests; what lies in a page is known to its owner (radix.py, kv_cache.py).
+It knows neither tokens nor requests; the content of a page is known to its owner (radix.py, kv_cache.py).
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ _NAMES = ("free", "request", "tree")
 
 
 class IntegrityError(Exception):
-    """A page is lost, owned twice, or changed hands in a way that does not exist."""
+    """A page is lost, has two owners, or was about to change owners in an impossible way."""
 
 
 class PagePool:

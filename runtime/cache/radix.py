@@ -1,6 +1,6 @@
-"""The prefix tree: which token runs have their KV in which pages, and which of them may be evicted.
+"""The prefix tree: which runs of tokens have their KV in which pages, and which of these may be evicted.
 
-It moves no pages between owners (kv_cache.py does) and knows no requests: it sees locks.
+It does not move pages between owners (kv_cache.py does), and knows requests only as locks.
 """
 
 import heapq
@@ -11,13 +11,15 @@ import numpy as np
 from llmserve.runtime.cache.pages import IntegrityError, Pages
 
 ELEMENT_BYTES = 4
-"""A key is the bytes of int32 elements, token ids today."""
+"""A key is the bytes of int32 elements, which are token ids."""
 
 NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
 
 
 class Node:
-    """A run of whole pages. `locks` counts the locks on it and on all below it: below an unlocked node all are."""
+    """A run of full pages. `locks` counts the locks on it and on its descendants, so all below an unlocked node are
+    unlocked.
+    """
 
     __slots__ = ("children", "key", "locks", "pages", "parent", "stamp")
 
@@ -33,14 +35,14 @@ class Node:
 class RadixTree:
     """Keys are (namespace, elements); all runs are page-aligned. Evicts the least recently used unlocked leaves first.
 
-    A handle to a Node names the run from the root to that node's end. A split keeps the node as the lower half, so
-    that handles keep their meaning.
+    A Node stands for the run from the root to its end. A split keeps the node as the lower half, so that references to
+    it keep their meaning.
     """
 
     def __init__(self, page_size: int) -> None:
         self.num_pages = 0
         self.num_locked = 0
-        """Pages of locked nodes; the others can all be evicted."""
+        """Pages of locked nodes; all others can be evicted."""
         self._page_bytes = page_size * ELEMENT_BYTES
         self._roots: dict[str, Node] = {}
         self._clock = 0
@@ -54,7 +56,9 @@ class RadixTree:
         return self.num_pages - self.num_locked
 
     def match(self, namespace: str, key: bytes | bytearray, limit: int) -> tuple[int, int]:
-        """How many of the key's first `limit` pages are here, and how many of those are locked. Changes nothing."""
+        """How many of the key's first `limit` pages are in the tree, and how many of those are locked. Changes
+        nothing.
+        """
         node = self._roots.get(namespace)
         matched = locked = position = 0
         while node is not None and matched < limit:
@@ -70,7 +74,7 @@ class RadixTree:
         return matched, locked
 
     def lock_prefix(self, namespace: str, key: bytes | bytearray) -> tuple[Node, Pages]:
-        """Locks the longest run that the key begins with: its end, and its pages [matched]."""
+        """Locks the longest run that is a prefix of the key; returns its last node, and its pages [matched]."""
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = Node(None, b"", NO_PAGES)
@@ -79,10 +83,10 @@ class RadixTree:
         return end, pages
 
     def extend(self, node: Node, key: bytes, pages: Pages) -> tuple[Node, Pages, int]:
-        """Adds the run `key` with its `pages` below a locked node, and moves the lock to the run's end.
+        """Adds the run `key` with its `pages` below a locked node, and moves the lock to the end of the run.
 
-        Returns the end, the pages that now hold the run in the tree [len(pages)], and how many of these were here
-        before: of `pages`, the tree takes over all but those first ones.
+        Returns the run's last node, its pages in the tree [len(pages)], and how many of these were there before. Of
+        `pages` the tree takes over all but that many first ones.
         """
         end, held = self._descend(node, key)
         present = len(held)
@@ -97,7 +101,7 @@ class RadixTree:
         return end, np.concatenate((held, pages[present:])), present
 
     def unlock(self, node: Node) -> None:
-        """Takes back one lock."""
+        """Releases one lock on a node."""
         self._clock += 1
         step: Node | None = node
         while step is not None and step.parent is not None:
@@ -109,7 +113,7 @@ class RadixTree:
             step = step.parent
 
     def evict(self, count: int) -> Pages:
-        """Takes up to `count` pages that are not locked, from the ends of leaves, the least recently used first."""
+        """Removes and returns up to `count` unlocked pages, from the ends of leaves, the least recently used first."""
         taken: list[Pages] = []
         wanted = count
         while wanted > 0 and self._heap:
@@ -140,7 +144,7 @@ class RadixTree:
         return np.concatenate([NO_PAGES, *(node.pages for node in self.nodes())])
 
     def check_integrity(self, locked: Iterable[Node]) -> None:
-        """Checks keys, counts and locks, given the nodes of all locks that are out. Raises IntegrityError."""
+        """Checks keys, counts and locks, given the nodes of all locks held. Raises IntegrityError."""
         locks: dict[int, int] = {}
         for handle in locked:
             step: Node | None = handle
@@ -165,7 +169,9 @@ class RadixTree:
             raise IntegrityError(f"nodes, pages, locked pages are counted as {counts}, they are {real}")
 
     def _descend(self, node: Node, key: bytes | bytearray) -> tuple[Node, Pages]:
-        """The end of the longest run below `node` that the key begins with, split off where it ends inside a node."""
+        """The last node of the longest run below `node` that is a prefix of the key, and its pages. Splits a node where
+        the run ends within it.
+        """
         position = 0
         held: list[Pages] = []
         while position < len(key):
@@ -181,7 +187,7 @@ class RadixTree:
         return node, np.concatenate(held) if held else NO_PAGES
 
     def _common_pages(self, run: bytes, key: bytes | bytearray, position: int) -> int:
-        """How many whole pages `run` and key[position:] share from their beginnings."""
+        """The length of the common prefix of `run` and key[position:], in full pages."""
         length = min(len(run), len(key) - position) // self._page_bytes * self._page_bytes
         ours, theirs = run[:length], key[position : position + length]
         if ours != theirs:
@@ -190,7 +196,7 @@ class RadixTree:
         return length // self._page_bytes
 
     def _split(self, node: Node, count: int) -> Node:
-        """Puts the first `count` pages of the node into a new one above it, which it returns."""
+        """Moves the first `count` pages of a node into a new parent, which is returned."""
         parent = node.parent
         assert parent is not None
         cut = count * self._page_bytes
@@ -224,7 +230,7 @@ class RadixTree:
         return node.locks == 0 and not node.children and node.parent is not None and node.stamp == stamp
 
     def _offer(self, node: Node) -> None:
-        """Enters the node for eviction if it is an unlocked leaf."""
+        """Adds the node to the eviction heap if it is an unlocked leaf."""
         if not self._evictable(node, node.stamp):
             return
         self._pushed += 1

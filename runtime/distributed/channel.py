@@ -1,4 +1,4 @@
-"""Bytes between ranks, in tensors of the CPU's memory: never a pickle. What they mean is engine/ranks.py's."""
+"""Bytes between ranks, in CPU tensors, never as pickles. Their meaning is in engine/ranks.py."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,17 @@ from llmserve.runtime.distributed.collectives import broadcast, finish, receive,
 from llmserve.runtime.distributed.groups import Group
 
 FRAME = 4096
-"""A message comes in one frame of so many bytes, its length first, or the rest of it in a second one."""
+"""Bytes of the first frame of a message, which begins with the length. The rest of a longer message is a second
+frame.
+"""
 HEAD = 8
 TAGS = {"results": 1, "reports": 2}
-"""What a rank sends to another one; the kinds do not wait for each other."""
+"""Tags of point-to-point messages. Messages of different kinds do not wait for each other."""
 ROOM = FRAME - HEAD
 
 
 def broadcast_bytes(data: bytes, group: Group, operation: str) -> None:
-    """Rank 0 tells all the others, each of which calls receive_broadcast."""
+    """Sends bytes from rank 0 to all others, each of which must call receive_broadcast. Raises RankLost."""
     first, rest = _frames(data)
     broadcast(first, group, operation)
     if rest is not None:
@@ -32,7 +34,7 @@ def receive_broadcast(group: Group, operation: str) -> bytes:
 
 
 def send_bytes(data: bytes, to: int, group: Group, kind: str) -> None:
-    """Returns when rank `to` has taken them."""
+    """Sends bytes to one rank; returns when it has received them. Raises RankLost."""
     for frame in _frames(data):
         if frame is not None:
             finish(send(frame, to, group, kind, TAGS[kind]))

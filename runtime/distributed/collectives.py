@@ -1,7 +1,8 @@
-"""What ranks say to each other, counted. Without a process group each returns its argument, so that model code reads
-the same with one rank. Ranks of a group that shares memory go through that, others through torch.distributed.
+"""Collectives and point-to-point operations between ranks, with counts. All raise RankLost.
 
-The bytes that are counted are those of the whole tensor that a call sums, gathers or passes on, on each rank.
+Without a process group a collective returns its argument, so that model code is the same with one rank. Groups with
+shared memory use that, others torch.distributed. Each rank counts the bytes of the whole tensor that is summed,
+gathered or passed on.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ SMALL_BYTES = 1 << 16
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, in place."""
+    """Sums `x` over the ranks, in place."""
     if group.process_group is not None:
         if group.shared is not None and x.dtype in native.DTYPES:
             group.counts.add("all_reduce", x.nbytes)
@@ -34,10 +35,10 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def _exchange(x: Tensor, group: Group) -> None:
-    """all_reduce for small tensors: each rank sends its own to each other one and adds them up in rank order.
+    """all_reduce for small tensors: each rank sends its tensor to every other rank and adds all up in rank order.
 
-    gloo's own hands every call to a thread and goes in rounds: for a decode step's tensors it takes two to five times
-    as long (0.33 against 0.14 ms on two ranks, 2.3 against 0.4 ms on three).
+    gloo's own all_reduce hands each call to a thread and proceeds in rounds: for the tensors of a decode step it takes
+    two to five times as long (0.33 instead of 0.14 ms on two ranks, 2.3 instead of 0.4 ms on three).
     """
     others = [rank for rank in range(group.size) if rank != group.rank]
     own, handle = x.contiguous(), group.process_group
@@ -59,7 +60,7 @@ def _exchange(x: Tensor, group: Group) -> None:
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """The ranks' tensors side by side in rank order: [..., n] becomes [..., n * size]."""
+    """Concatenates the ranks' tensors [..., n] in rank order to [..., n * size]."""
     if group.process_group is None:
         return x
     if group.shared is not None:
@@ -72,7 +73,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def broadcast(x: Tensor, group: Group, operation: str = "broadcast") -> Tensor:
-    """Rank 0's values, in place in the others' `x`, which is contiguous; counted as `operation`."""
+    """Copies rank 0's values into the others' `x`, which must be contiguous; counted as `operation`."""
     if group.shared is not None:
         group.counts.add(operation, x.nbytes)
         group.shared.broadcast(x)
@@ -82,7 +83,7 @@ def broadcast(x: Tensor, group: Group, operation: str = "broadcast") -> Tensor:
 
 
 def pass_over(nbytes: int, group: Group, device: torch.device, operation: str = "broadcast") -> None:
-    """Takes part in a broadcast of so many bytes that this rank, which is not rank 0, has no use for."""
+    """Takes part in a broadcast of `nbytes` bytes that this rank, which is not rank 0, does not need."""
     if group.shared is not None:
         group.counts.add(operation, nbytes)
         group.shared.pass_over(nbytes)
@@ -105,7 +106,7 @@ def _values(value: int, group: Group, device: torch.device) -> list[int]:
 
 
 def send(x: Tensor, to: int, group: Group, operation: str = "send", tag: int = 0) -> distributed.Work | None:
-    """Begins to send `x`, which must stay as it is until the work is done. None: it is done."""
+    """Begins to send `x`, which must not change until the returned work is done (see `finish`). None: it is done."""
     if group.shared is not None:
         group.counts.add(operation, x.nbytes)
         group.shared.send(x, to, tag)
@@ -115,7 +116,7 @@ def send(x: Tensor, to: int, group: Group, operation: str = "send", tag: int = 0
 
 
 def receive(x: Tensor, source: int, group: Group, operation: str = "recv", tag: int = 0) -> Tensor:
-    """Fills `x` with what `source` sends under `tag`."""
+    """Receives into `x` what `source` sends with `tag`."""
     if group.shared is not None:
         group.counts.add(operation, x.nbytes)
         group.shared.receive(x, source, tag)
@@ -142,5 +143,5 @@ def _call(group: Group, operation: str, nbytes: int, function: Callable[..., Any
 
 
 def _first_line(error: RuntimeError) -> str:
-    """Of torch's message, which goes on with a stack of C++ functions."""
+    """The first line of torch's message, which continues with a C++ stack trace."""
     return str(error).split("\n")[0]

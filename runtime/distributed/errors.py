@@ -1,5 +1,5 @@
-"""What goes wrong between ranks."""
+"""RankLost: the failure of communication between ranks."""
 
 
 class RankLost(Exception):
-    """Another rank is gone, or has not answered in time: no collective will succeed any more."""
+    """Another rank is gone, or has not answered in time: no further collective can succeed."""

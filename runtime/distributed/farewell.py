@@ -1,5 +1,5 @@
-"""How the ranks of several nodes learn that the first one ends on purpose: through the store where they have met, so
-that they know it whatever they are at, be it loading. Without a word, a rank that is gone is lost (presence.py).
+"""How ranks on other nodes learn that rank 0 ends on purpose: through the rendezvous store, so that they notice it
+whatever they are doing. A rank that disappears without this is lost (presence.py).
 """
 
 import time
@@ -10,11 +10,11 @@ from torch._C._distributed_c10d import Store
 ENDING, HEARD = "farewell/ending", "farewell/heard"
 ASK_EVERY_S = 0.2
 HEARD_WITHIN_S = 0.8
-"""So long the first rank stays: the store ends with it."""
+"""How long rank 0 waits for the others to notice, because the store ends with it."""
 
 
 def say_farewell(store: Store, others: int) -> None:
-    """Tells the others, on the first rank, and returns when all have heard it or have had the time to."""
+    """Announces on rank 0 that it ends; returns when all others have noticed, or after HEARD_WITHIN_S."""
     store.set(ENDING, "")
     deadline = time.monotonic() + HEARD_WITHIN_S
     while store.add(HEARD, 0) < others and time.monotonic() < deadline:
@@ -22,9 +22,9 @@ def say_farewell(store: Store, others: int) -> None:
 
 
 def await_farewell(store: Store, leave: Callable[[], None]) -> None:
-    """Waits, in a thread of its own, until the first rank says that it ends on purpose, and calls `leave`.
+    """Waits, in a thread of its own, until rank 0 announces that it ends, and calls `leave`.
 
-    Returns without when the store has gone, which whoever uses the groups learns too.
+    Returns without that when the store is gone; then the next collective raises RankLost anyway.
     """
     try:
         while not store.check([ENDING]):

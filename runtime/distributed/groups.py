@@ -1,4 +1,4 @@
-"""The ranks that one model is split over, and this process's place among them. collectives.py has the collectives."""
+"""The process groups of a model that is split over ranks, and this process's place in them."""
 
 import os
 import socket
@@ -14,20 +14,20 @@ from llmserve.runtime.distributed.shared import SharedGroup, share_memory
 
 BACKLOG = 1024
 RENDEZVOUS_TIMEOUT_S = 600.0
-"""For the other ranks to start, on other nodes too, and for the reading of a tensor."""
+"""Time for the other ranks to start, on other nodes too, and for reading a tensor."""
 SPINS = 300
-"""Turns of a wait, about 10 us, before it sleeps: ranks that share a layer come together twice in it."""
+"""Iterations of a busy wait, about 10 us, before it sleeps: tensor-parallel ranks meet twice per layer."""
 
 
 class Counts:
-    """Collectives that this rank has taken part in, by operation."""
+    """Counts and bytes of the collectives that this rank has taken part in, by operation."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
     def add(self, operation: str, nbytes: int, calls: int = 1) -> None:
-        """So many calls of `nbytes` each."""
+        """Counts `calls` calls of `nbytes` each."""
         self.calls[operation] += calls
         self.bytes[operation] += calls * nbytes
 
@@ -37,8 +37,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class Group:
-    """This process's place among the ranks of one kind of parallelism. Without a process group every collective is a
-    no-op; with shared memory, which CPU ranks of one node have, they go through that.
+    """This process's place among the ranks of one kind of parallelism.
+
+    Without a process group every collective is a no-op. With `shared`, for CPU ranks on one node, they go through
+    shared memory.
     """
 
     rank: int = 0
@@ -50,12 +52,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Topology:
-    """Tensor-parallel ranks hold slices of the same layers, pipeline ranks hold different layers.
+    """The groups of one rank. Tensor-parallel ranks (`tp`) hold slices of the same layers, pipeline ranks (`pp`)
+    different layers.
 
-    The others join all ranks: `weights` on the devices, for the start; `control` in the CPU's memory, for plans and
-    reports; `updates` there too, for new weights. Each is used by one thread at a time, so that no rank mixes up their
-    order. Those on CUDA devices are all the serving thread's: NCCL's kernels wait for the other ranks on one stream,
-    where two threads would put them in an order that differs from rank to rank.
+    The other groups join all ranks: `weights` on the devices, for the start; `control` on the CPU, for plans and
+    reports; `updates` on the CPU, for new weights. Each group is used by one thread at a time, so that operations have
+    the same order on all ranks. Groups on CUDA devices all belong to the serving thread: with two threads, NCCL's
+    kernels could be queued in different orders on different ranks, and wait for each other for ever.
     """
 
     tp: Group = Group()
@@ -66,7 +69,7 @@ class Topology:
 
     @property
     def joined(self) -> bool:
-        """Whether there are process groups, be it of this rank alone."""
+        """Whether there are process groups, even if of this rank alone."""
         return self.weights.process_group is not None
 
     @property
@@ -79,9 +82,9 @@ def init_topology(
 ) -> Topology:
     """Joins the tp_size * pp_size ranks that meet in `store` (see make_store); rank = pp_rank * tp_size + tp_rank.
 
-    Every rank must call it. nccl joins CUDA devices, gloo CPUs, and shared memory those of one node. A collective of a
-    step that takes longer than `timeout_s` raises. Each of the `nodes` has the same number of ranks, the first ones
-    first.
+    Every rank must call it. CUDA devices are joined by nccl, CPUs by gloo, and CPUs of one node by shared memory too. A
+    collective of a step that takes longer than `timeout_s` raises RankLost. Each of the `nodes` has the same number of
+    consecutive ranks.
     """
     world = tp_size * pp_size
     patient, timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S), timedelta(seconds=timeout_s)
@@ -104,10 +107,10 @@ def init_topology(
 
 
 def make_store(where: str, rank: int, world: int) -> Store:
-    """Where ranks find each other: file://PATH, or tcp://HOST:PORT, where rank 0 listens on that address alone.
+    """The rendezvous store of the ranks: file://PATH, or tcp://HOST:PORT, where rank 0 listens on that address only.
 
-    With tcp://HOST:PORT/NAME they do not see those of another launch, with another name, that come to the same port.
-    Raises OSError when rank 0 cannot listen.
+    A NAME in tcp://HOST:PORT/NAME separates them from ranks of another launch that come to the same port. Raises
+    OSError when rank 0 cannot listen.
     """
     kind, _, place = where.partition("://")
     if kind == "file":
@@ -133,7 +136,7 @@ def make_store(where: str, rank: int, world: int) -> Store:
 
 @dataclass(frozen=True)
 class _Join:
-    """Makes groups for rank `rank`; those of gloo share memory where they lie within `node_size` ranks of one node."""
+    """Makes groups for rank `rank`. gloo groups within one node, which has `node_size` ranks, share memory."""
 
     rank: int
     node_size: int
@@ -142,9 +145,9 @@ class _Join:
     def __call__(
         self, groups: list[list[int]], timeout: timedelta, backend: str | None = None, spins: int = 0
     ) -> Group:
-        """Makes every group, which all ranks must do in the same order, and returns this rank's.
+        """Makes all `groups`, which every rank must do in the same order, and returns this rank's.
 
-        A rank alone in a group gets none, unless it is alone altogether: then it wants the collectives all the same.
+        A group of one rank gets no process group, unless it is the only rank at all, which still runs the collectives.
         """
         mine = Group(counts=self.counts)
         for ranks in groups:

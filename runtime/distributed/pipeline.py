@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which layers a stage has, and how hidden states go from one stage to the next."""
+"""Pipeline parallelism: the layers of a stage, and passing hidden states from stage to stage."""
 
 from collections import deque
 
@@ -10,9 +10,10 @@ from llmserve.runtime.distributed.groups import Topology
 
 
 def stage_layers(num_layers: int, rank: int, size: int) -> range:
-    """The layers of stage `rank` of `size`; uneven stages differ by one layer, the earlier ones being smaller.
+    """The layers of stage `rank` of `size`. Uneven stages differ by one layer.
 
-    The first stage also embeds and the last one also computes logits, which costs more: it stays small while it can.
+    Additional layers go to the stages in the middle first. The last stage gets one last, because it also computes the
+    logits, which cost more than the embedding of the first.
     """
     base, extra = divmod(num_layers, size)
     # the extra layers go to the stages in the middle first, then to the first, then to the last
@@ -23,7 +24,9 @@ def stage_layers(num_layers: int, rank: int, size: int) -> range:
 
 
 class Pipe:
-    """The two ends of a stage. Each tensor-parallel rank sends its slice of the columns; the receivers gather them."""
+    """The connections of a stage to its neighbours. Each tensor-parallel rank sends a slice of the columns; the
+    receivers gather them.
+    """
 
     def __init__(self, topology: Topology, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.first = topology.pp.rank == 0
@@ -32,17 +35,17 @@ class Pipe:
         self._width = hidden_size // topology.tp.size
         self._dtype, self._device = dtype, device
         self._sent: deque[tuple[Tensor, distributed.Work | None]] = deque()
-        """What is on its way, kept until it has arrived."""
+        """Tensors under way, kept until they have arrived."""
 
     def receive(self, num_tokens: int) -> Tensor:
-        """The hidden states [num_tokens, hidden_size] of the stage before; waits for them."""
+        """Waits for the hidden states [num_tokens, hidden_size] of the stage before. Raises RankLost."""
         part = torch.empty(num_tokens, self._width, dtype=self._dtype, device=self._device)
         return all_gather(receive(part, self._pp.rank - 1, self._pp), self._tp)
 
     def send(self, hidden: Tensor) -> None:
-        """Sends hidden states [T, hidden_size] on, and returns before they have arrived.
+        """Sends hidden states [T, hidden_size] to the next stage without waiting for their arrival. Raises RankLost.
 
-        The next stage may still be at earlier steps: at most so many are on their way as there are stages.
+        The next stage may still be at earlier steps: at most as many sends are under way as there are stages.
         """
         while len(self._sent) >= self._pp.size:
             finish(self._sent.popleft()[1])

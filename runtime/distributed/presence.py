@@ -1,4 +1,4 @@
-"""Which ranks are gone, for who has just learned that one is."""
+"""Finds out which ranks are gone, after a collective has failed."""
 
 from datetime import timedelta
 
@@ -12,12 +12,14 @@ PROBE_S = 1.0
 
 
 def find_gone(group: Group) -> list[int]:
-    """The ranks of a group that is joined by gloo to which no connection is left: a failed collective names none."""
+    """The ranks of a gloo group that have no connection to this one any more. A failed collective does not name
+    them.
+    """
     return [rank for rank in range(group.size) if rank != group.rank and not _reachable(rank, group)]
 
 
 def _reachable(rank: int, group: Group) -> bool:
-    """By a message that nobody waits for: it goes while there is a connection, whatever the other rank is doing."""
+    """Whether a message that nobody receives can be sent, which it can while there is a connection."""
     try:
         probe = torch.zeros(1, dtype=torch.uint8)
         work = distributed.isend(probe, group=group.process_group, group_dst=rank, tag=PROBE_TAG)

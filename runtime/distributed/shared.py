@@ -1,6 +1,6 @@
-"""Collectives of ranks on one machine through memory that they share (ops/csrc/shared_group.h). Counts nothing.
+"""Collectives of ranks on one machine through shared memory (ops/csrc/shared_group.h). Counts nothing.
 
-The memory is a file without a name, which is gone when the last rank is, however they end.
+The memory is an anonymous file (memfd), which disappears with the last rank, however the ranks end.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ FLOCK = "hhqqi4x"
 
 
 class SharedGroup:
-    """This rank's end. Tensors are contiguous and in the CPU's memory; every call raises RankLost.
+    """This rank's end. Tensors must be contiguous and on the CPU; every call may raise RankLost.
 
-    One thread at a time may call, but for `send` and `receive` of different tags.
+    Only one thread at a time may call it, except for `send` and `receive` with different tags.
     """
 
     def __init__(self, file: int, rank: int, size: int, timeout_s: float, spins: int) -> None:
-        """`file` is the memory, opened by this rank for itself. Waits turn `spins` times before they sleep."""
+        """`file` is the memory, opened by this rank itself. Waits spin `spins` times before they sleep."""
         kernels = native.library()
         assert kernels is not None
         self._kernels = kernels
@@ -42,35 +42,35 @@ class SharedGroup:
         self.handle: int = kernels.llmserve_shared_new(address, file, rank, size, timeout_s, spins)
 
     def all_reduce(self, x: Tensor) -> None:
-        """The ranks' sum, in place, with the same bits on each. float32 or bfloat16."""
+        """Sums `x` (float32 or bfloat16) over the ranks, in place, with bitwise the same result on each."""
         self._call(
             self._kernels.llmserve_shared_all_reduce, native.DTYPES[x.dtype], self.handle, x.data_ptr(), x.numel()
         )
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape]: each rank's own, in rank order."""
+        """The ranks' tensors in rank order, [size, *x.shape]."""
         parts = x.new_empty((self._size, *x.shape))
         self._call(self._kernels.llmserve_shared_all_gather, self.handle, x.data_ptr(), parts.data_ptr(), x.nbytes)
         return parts
 
     def broadcast(self, x: Tensor) -> None:
-        """Rank 0's values, in place in the others' `x`. Rank 0 may be a megabyte ahead of them."""
+        """Copies rank 0's values into the others' `x`. Rank 0 may return up to a megabyte ahead of them."""
         self._call(self._kernels.llmserve_shared_broadcast, self.handle, x.data_ptr(), x.nbytes)
 
     def pass_over(self, nbytes: int) -> None:
-        """Takes part in a broadcast of so many bytes, on a rank that does not want them."""
+        """Takes part in a broadcast of `nbytes` bytes, on a rank that does not need them."""
         self._call(self._kernels.llmserve_shared_broadcast, self.handle, 0, nbytes)
 
     def send(self, x: Tensor, to: int, tag: int) -> None:
-        """Returns when `x` may be changed: the receiver may be a megabyte behind."""
+        """Sends `x`; returns when it may be changed. The receiver may be up to a megabyte behind."""
         self._call(self._kernels.llmserve_shared_send, self.handle, to, tag, x.data_ptr(), x.nbytes)
 
     def receive(self, x: Tensor, source: int, tag: int) -> None:
-        """Fills `x` with what `source` sends under `tag`."""
+        """Receives into `x` what `source` sends with `tag`."""
         self._call(self._kernels.llmserve_shared_receive, self.handle, source, tag, x.data_ptr(), x.nbytes)
 
     def check(self, failure: int) -> None:
-        """Raises RankLost for what a kernel that uses the group has returned, unless it is 0."""
+        """Raises RankLost if `failure`, the return value of a kernel that uses the group, is not 0."""
         if failure > 0:
             raise RankLost(f"rank {failure - 1} of {self._size} has ended")
         if failure < 0:
@@ -83,7 +83,9 @@ class SharedGroup:
 def share_memory(
     process_group: distributed.ProcessGroup, rank: int, size: int, timeout_s: float, spins: int
 ) -> SharedGroup | None:
-    """Joins the ranks of a process group, all of which are on this machine and call it. None, on all, if one cannot."""
+    """Joins the ranks of a process group by shared memory. All must be on this machine and call it. None on all ranks
+    when one of them cannot.
+    """
     kernels, own = native.library(), -1
     nbytes = 0 if kernels is None else kernels.llmserve_shared_bytes(size)
     if rank == 0 and nbytes:

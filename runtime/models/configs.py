@@ -1,4 +1,4 @@
-"""ModelConfig: what a decoder must know of a model, as plain data. hf_config.py reads it. Imports no torch."""
+"""ModelConfig: the configuration of a model as plain data. hf_config.py makes it. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
@@ -13,19 +13,19 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs from layer to layer. `rope` None: the layer has no positions (NoPE).
+    """What may differ from layer to layer. `rope` is None in a layer without positions (NoPE).
 
-    With a sliding window of W a token sees itself and the W - 1 tokens before it.
+    With a sliding window of W a token attends to itself and the W - 1 tokens before it.
     """
 
     rope: RopeConfig | None
     sliding_window: int | None = None
     sparse: bool = False
-    """Its MLP is one of experts."""
+    """Whether its MLP is a mixture of experts."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One causal language model. Fields from `norm_style` on are defaults in a model that runs through transformers."""
+    """A causal language model. The fields from `intermediate_size` on are for our decoder only (`implementation`)."""
 
     architecture: str
     model_type: str
@@ -38,13 +38,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: Size
     max_position_embeddings: Size
     dtype: Literal["bfloat16", "float16", "float32"]
-    """What the weights were saved in."""
+    """The dtype that the weights were saved in."""
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     raw: bytes = b""
-    """The config.json itself, for transformers; empty for our decoder."""
+    """The config.json itself, for transformers; empty with our decoder."""
     multimodal: bool = False
-    """The checkpoint holds more than the language model; the other tensors are not read."""
+    """Whether the checkpoint holds more than the language model, whose other tensors are not read."""
 
     intermediate_size: int = 0
     layers: tuple[LayerConfig, ...] = ()
@@ -52,7 +52,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_style: Literal["pre", "post", "sandwich"] = "pre"
     """Norms before attention and MLP (llama), after them (olmo2), or both (gemma)."""
     norm_plus_one: bool = False
-    """A norm multiplies by 1 + weight (gemma)."""
+    """Whether a norm multiplies by 1 + weight (gemma)."""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """RMSNorm of q and k: over each head (qwen3, gemma3) or over all heads together (olmo2)."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -63,7 +63,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     norm_expert_weights: bool = False
-    """The weights of a token's experts add up to 1."""
+    """Whether the router's weights of a token's experts are normalized to a sum of 1."""
     attention_scale: float = 1.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -73,12 +73,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorInfo(NamedTuple):
-    """What a checkpoint says of one of its tensors."""
+    """What a checkpoint's header says about a tensor."""
 
     shape: tuple[int, ...]
     dtype: str
-    """As the file calls it."""
+    """As the file names it."""
     nbytes: int
-    """Bytes in the file; 0 where the dtype is none that can be read."""
+    """Bytes in the file; 0 for a dtype that is not supported."""
     blocks: int = 0
-    """GGML's number of a format in whose blocks a weight may stay; else 0."""
+    """GGML's number of the block format, if a weight may stay in these blocks; else 0."""

@@ -1,8 +1,7 @@
-"""Files that a checkpoint lacks and that are made once, in a child process, and kept (see caches.py).
+"""Converts what a checkpoint lacks, once, in a child process, and keeps it in the cache (caches.py).
 
-A converted directory holds tokenizer.json and tokenizer_config.json, written by transformers and so encoding exactly as
-it does, chat_template.jinja where there is one, and for a GGUF file also config.json and generation_config.json.
-Only the child imports transformers.
+A converted directory holds tokenizer.json and tokenizer_config.json as transformers writes them, chat_template.jinja if
+there is one, and for a GGUF file also config.json and generation_config.json. Only the child imports transformers.
 """
 
 import fcntl
@@ -22,7 +21,7 @@ from llmserve.runtime.models.gguf_config import to_hf_config
 from llmserve.runtime.tethered import run_tethered
 
 _VERSION = 2
-"""Part of every digest: raised when a conversion changes, so that what older versions made is not used."""
+"""Part of the cached names: raised when a conversion changes, so that older results are not used."""
 
 _SLOW_TOKENIZER_FILES = (
     "tokenizer.model",
@@ -42,7 +41,9 @@ def converted_gguf(header: GgufHeader) -> Path:
 
 
 def converted_tokenizer(directory: Path) -> Path:
-    """The directory with the tokenizer.json of a checkpoint that has only an older kind. Raises ConfigError."""
+    """The directory with the tokenizer.json of a checkpoint that only has files of a slow tokenizer. Raises
+    ConfigError.
+    """
     files = [directory / name for name in _SLOW_TOKENIZER_FILES if (directory / name).is_file()]
     if not files:
         raise ConfigError(f"{directory} has no tokenizer: expected tokenizer.json, or tokenizer.model")
@@ -94,7 +95,7 @@ def _run_child(kind: str, source: Path, work: Path) -> None:
 
 
 def _main(kind: str, source: Path, target: Path) -> None:
-    """The child: writes the files into `target`."""
+    """Runs in the child: writes the files into `target`."""
     if kind == "gguf":
         from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,7 @@
-"""The decoder: one transformer whose families are configurations of it (configs.py).
+"""The decoder: one transformer, of which the model families are configurations (configs.py).
 
-It is built from layers/, keeps no state but its weights, and reads and writes the KV cache only through the attention
-backend. Modules are plain objects: nn.Module's attribute lookup costs a decode step of a small model several per cent.
+It is built from layers/, has no state but its weights, and uses the KV cache only through the attention backend.
+Modules are plain objects: nn.Module's attribute lookup costs a decode step of a small model several per cent.
 """
 
 import torch
@@ -23,7 +23,7 @@ from llmserve.runtime.ops import apply_rotary
 
 
 class Build:
-    """What every module of a model is made with."""
+    """What every module of a model is built from: config, dtype, device, topology, and shared rotary tables."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, topology: Topology, max_positions: int
@@ -36,7 +36,7 @@ class Build:
         self._tables: dict[RopeConfig, Tensor] = {}
 
     def table(self, rope: RopeConfig) -> Tensor:
-        """The cos and sin of `rope`; layers with the same one share it."""
+        """The cos and sin table of `rope`, shared by layers with the same RopeConfig."""
         if rope not in self._tables:
             self._tables[rope] = cos_sin_table(rope, self.max_positions, self.device)
         return self._tables[rope]
@@ -128,7 +128,8 @@ def _sparse_mlp(build: Build) -> SparseMLP:
 class DecoderLayer:
     """Attention and MLP, each with a norm before it, after it, or both.
 
-    A layer takes the residual stream and what the layer before adds to it: addition and norm can be one kernel.
+    A layer takes the residual stream and the output of the layer before separately, because adding and normalizing can
+    be one kernel.
     """
 
     def __init__(self, build: Build, layer: LayerConfig, index: int) -> None:
@@ -145,7 +146,9 @@ class DecoderLayer:
     def __call__(
         self, delta: Tensor, residual: Tensor | None, positions: Tensor, attention: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
-        """delta and residual [T, hidden]; the stream is delta + residual (delta alone before the first layer)."""
+        """delta and residual [T, hidden] to the same. The stream is delta + residual; residual is None in the first
+        layer.
+        """
         x, residual = _enter(self.attention_input_norm, delta, residual)
         delta = self._leave(self.attention_output_norm, self.attention(x, positions, attention))
         x, residual = _enter(self.mlp_input_norm, delta, residual)
@@ -173,7 +176,7 @@ class DecoderLayer:
 
 
 def _enter(norm: RMSNorm | None, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What the next module reads, and the residual stream."""
+    """Adds delta to the residual stream; returns the (normed) input of the next module, and the stream."""
     if residual is None:
         return (norm(delta) if norm else delta), delta
     if norm:
@@ -220,9 +223,9 @@ class Decoder:
     def forward(
         self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend, hidden: Tensor | None = None
     ) -> Tensor:
-        """input_ids and positions [T] to the final hidden states [T, hidden], which `logits` takes.
+        """int64 input_ids and positions [T] to the final hidden states [T, hidden] for `logits`.
 
-        A later pipeline stage takes `hidden` of the stage before; a stage that is not the last returns it for the next.
+        A later pipeline stage takes `hidden` from the stage before, and all but the last return it for the next.
         """
         if hidden is None:
             assert self.embedding is not None

@@ -1,4 +1,4 @@
-"""The model families that decoder.py can be: how each reads its config.json, and the defaults of its config class.
+"""The model families that decoder.py covers: how their config.json is read, and the defaults of their config classes.
 
 A family is a configuration of the one decoder, not a class of its own. The names are transformers' model types.
 """
@@ -178,7 +178,7 @@ def _gemma_ropes(config: Json, common: Json) -> dict[str, RopeConfig | None]:
 
 
 def _layer_types(config: Json, sliding: Callable[[int], bool]) -> list[bool]:
-    """Which layers have the sliding window: as `layer_types` lists it, else by the family's rule."""
+    """Whether each layer has a sliding window: by `layer_types`, else by the family's rule `sliding(layer)`."""
     count = config["num_hidden_layers"]
     if config.get("layer_types"):
         return [kind == "sliding_attention" for kind in config["layer_types"]][:count]

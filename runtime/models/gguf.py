@@ -1,4 +1,4 @@
-"""Reading the headers of GGUF files. What they say of the model is in gguf_config.py, tensor data in gguf_tensors.py.
+"""Reading the headers of GGUF files. gguf_config.py interprets them, gguf_tensors.py reads tensor data.
 
 Imports neither torch nor the gguf package, which takes seconds to read a vocabulary.
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -21,11 +21,11 @@ _STRING, _ARRAY = 8, 9
 _MAX_COUNT = 1 << 26
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-\d{5}\.gguf")
 _LONG_ARRAY = 1024
-"""Longer arrays of strings (vocabulary, merges) are left out of the metadata: transformers reads them, once."""
+"""Longer arrays of strings (vocabulary, merges) are skipped; transformers reads them once (convert.py)."""
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
-    """Where a tensor's data lies. `shape` is in torch's order, `offset` counts from the start of the file `path`."""
+    """Where a tensor's data is. `shape` is in torch's order; `offset` is in bytes from the start of the file `path`."""
 
     path: str
     name: str
@@ -35,7 +35,7 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
 
 class GgufHeader(msgspec.Struct, frozen=True):
-    """All of a GGUF file, or of one in parts, but the tensor data. `digest` is of the first header's bytes."""
+    """The header of a GGUF file, or of all parts of a split one. `digest` is the SHA-256 of the first part's header."""
 
     path: str
     metadata: dict[str, Any]
@@ -47,14 +47,14 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return str(self.metadata.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of the architecture's own `key`."""
+        """The metadata value `ARCHITECTURE.key`."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
 def read_header(path: str | Path) -> GgufHeader:
-    """Reads the header of a GGUF file; for the first of a split file's parts, those of all parts.
+    """Reads the header of a GGUF file, and given the first part of a split file, those of all parts.
 
-    Raises ConfigError when it is no GGUF file, is cut short or makes no sense, or when a part is missing.
+    Raises ConfigError when it is not a GGUF file, is truncated or invalid, or when a part is missing.
     """
     header = _read_file(path)
     count = header.metadata.get("split.count", 1)

@@ -1,4 +1,4 @@
-"""What a GGUF header says, as a Hugging Face checkpoint says it: the config.json, and the tensors' names.
+"""Translates a GGUF header into the terms of a Hugging Face checkpoint: its config.json and the names of its tensors.
 
 Imports no torch. llama.cpp's keys and names are those of https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/.
 """
@@ -36,14 +36,16 @@ _ARCHITECTURES = {
 }
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Tensors that are part of the configuration rather than of the weights."""
+"""Tensors that belong to the configuration rather than to the weights."""
 
 _FILE_DTYPES = {0: "float32", 1: "float16"}
-"""general.file_type of files that are not quantized; bfloat16 serves the others."""
+"""The dtypes of general.file_type for unquantized files; all others are served in bfloat16."""
 
 
 def to_hf_config(header: GgufHeader) -> dict[str, Any]:
-    """The config.json that says what the header says. Raises ConfigError for an architecture that we do not know."""
+    """The config.json for a header. Raises ConfigError for an architecture that is not supported, or missing
+    metadata.
+    """
     model_type = _MODEL_TYPES.get(header.architecture)
     if model_type is None:
         raise ConfigError(
@@ -98,7 +100,9 @@ def _stop_ids(header: GgufHeader) -> list[int]:
 
 
 def _rope_scaling(header: GgufHeader) -> dict[str, Any] | None:
-    """Linear and yarn are metadata; llama3 and longrope scaling are tensors of factors, one a frequency."""
+    """`rope_scaling`. Linear and yarn scaling are metadata; llama3 and longrope are tensors with a factor per
+    frequency.
+    """
     kind = header.get("rope.scaling.type")
     original = header.get("rope.scaling.original_context_length")
     factors = {tensor.name: _floats(tensor) for tensor in header.tensors if tensor.name in ROPE_TENSORS}
@@ -122,7 +126,9 @@ def _floats(tensor: GgufTensor) -> list[float]:
 
 
 def _family_keys(header: GgufHeader, model_type: str) -> dict[str, Any]:
-    """What the file leaves to the family, or says under keys of its own."""
+    """The keys that are particular to a family, from its own metadata or, where a file has none, from llama.cpp's
+    code.
+    """
     layers = header.get("block_count") or 0
     match model_type:
         case "qwen2" | "qwen3":
@@ -199,7 +205,7 @@ _LAYER_NAMES = {
 
 
 def hf_name(name: str, model_type: str) -> str:
-    """The name in a Hugging Face checkpoint of the GGUF tensor `name`; `name` itself when it has none."""
+    """The Hugging Face name of the GGUF tensor `name`; `name` itself when it has none."""
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP_NAMES:
         return f"{_TOP_NAMES[stem]}.{suffix}"

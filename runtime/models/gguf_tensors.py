@@ -1,4 +1,5 @@
-"""Tensors of a GGUF file as a Hugging Face checkpoint would hold them: dequantized, llama.cpp's changes undone.
+"""Tensors of a GGUF file as in a Hugging Face checkpoint: dequantized, and with the changes of llama.cpp's converter
+undone.
 
 Block formats: https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h. The common ones are dequantized
 by torch, several times faster than by the gguf package, which does the rest.
@@ -23,8 +24,9 @@ _PLAIN = {
 
 
 _PART = 1 << 15
-"""Values that are dequantized at once: they stay in the cache, and torch does not share such small work among threads,
-which on a busy machine would wait for each other at each of the many operations."""
+"""Values that are dequantized at once. They stay in the CPU's cache, and torch does not split so little work among
+threads, which on a busy machine would wait for each other at every operation.
+"""
 
 
 def nbytes(tensor: GgufTensor) -> int:
@@ -39,7 +41,9 @@ def nbytes(tensor: GgufTensor) -> int:
 
 
 def dequantize(data: Tensor, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
-    """The values [*tensor.shape] of a tensor's bytes (uint8), in `dtype`; plain numbers stay what they are."""
+    """The values [*tensor.shape] of a tensor's bytes (uint8), dequantized to `dtype`; unquantized ones keep their
+    dtype.
+    """
     kind = GGMLQuantizationType(tensor.ggml_type)
     if kind in _PLAIN:
         return data.view(_PLAIN[kind]).reshape(tensor.shape)
@@ -58,12 +62,12 @@ def dequantize(data: Tensor, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _half(blocks: Tensor, start: int, count: int = 1) -> Tensor:
-    """float32 [blocks, count] of the float16 numbers at byte `start` of each block."""
+    """The `count` float16 numbers at byte `start` of each block, as float32 [blocks, count]."""
     return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
 
 
 def _nibbles(data: Tensor) -> Tensor:
-    """[blocks, n] bytes to [blocks, 2 * n] numbers: all low halves, then all high ones."""
+    """[blocks, n] bytes to [blocks, 2 * n] four-bit numbers: all low halves, then all high ones."""
     return torch.cat([data & 15, data >> 4], -1)
 
 
@@ -76,7 +80,7 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
-    """[blocks, 4] bytes to [blocks, 32] numbers that are 0 or 16."""
+    """[blocks, 4] bytes to [blocks, 32] fifth bits, as numbers that are 0 or 16."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((data.unsqueeze(-1) >> shifts & 1) << 4).flatten(1)
 
@@ -95,7 +99,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [blocks, 8, 1] each: the six-bit scales and mins of Q4_K and Q5_K, times their block's own."""
+    """The six-bit scales and mins of Q4_K and Q5_K times those of their block, float32 [blocks, 8, 1] each."""
     packed = blocks[:, 4:16]
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat([first & 63, (third & 15) | (first >> 2 & 48)], -1).float()

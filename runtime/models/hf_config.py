@@ -1,6 +1,6 @@
-"""Reading a Hugging Face config.json. What is peculiar to a family is in families.py.
+"""Reading a Hugging Face config.json into a ModelConfig. What is particular to a family is in families.py.
 
-A model type without a family gets only the general facts and runs through transformers' own modules. Imports no torch.
+A model type without a family gets the common fields only, and runs through transformers' modules. Imports no torch.
 """
 
 from typing import Any
@@ -76,7 +76,7 @@ def _parse(config: Json, generation: Json) -> ModelConfig:
 
 
 def _longest(config: Json, positions: int) -> int:
-    """The longest sequence: `max_position_embeddings` or, where yarn stretches that, what it stretches it to."""
+    """The longest sequence in tokens: `max_position_embeddings`, or what yarn scaling extends it to."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     original = scaling.get("original_max_position_embeddings")
     if (scaling.get("rope_type") or scaling.get("type")) != "yarn" or not original:
@@ -85,12 +85,12 @@ def _longest(config: Json, positions: int) -> int:
 
 
 def _first(config: Json, *keys: str) -> Any:
-    """The value of the first key that has one, else None: architectures name the same things differently."""
+    """The value of the first key that has one, else None. Architectures have different keys for the same thing."""
     return next((config[key] for key in keys if config.get(key) is not None), None)
 
 
 def _needed(config: Json, *keys: str) -> Any:
-    """The same of what every config must have. Raises KeyError."""
+    """As `_first`, for a value that every config must have. Raises KeyError."""
     value = _first(config, *keys)
     if value is None:
         raise KeyError(keys[0])

@@ -1,4 +1,5 @@
-"""Finding a checkpoint (directory, .gguf file, hub id, default model) and reading its config, before any weight.
+"""Finding a checkpoint (a directory, a .gguf file, a hub id, the default model) and reading its config, without its
+weights.
 
 Imports no torch, and huggingface_hub only for a hub id.
 """
@@ -24,15 +25,16 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 _UNWANTED = ["consolidated*", "original/*"]
-"""The same weights once more, as their makers name them."""
+"""The same weights again, in their publishers' own formats."""
 
 LoadFormat = Literal["auto", "safetensors", "gguf"]
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A model on this machine. `path` is a directory of safetensors or a .gguf file, `name` what it is served as.
+    """A model on this machine. `path` is a directory of safetensors or a .gguf file; `name` is the name it is served
+    under.
 
-    `tokenizer_dir` holds tokenizer.json, tokenizer_config.json and the chat template, where there is one.
+    `tokenizer_dir` holds tokenizer.json, tokenizer_config.json and the chat template, if there is one.
     """
 
     path: str
@@ -56,7 +58,8 @@ def default_model() -> str:
 def resolve(model: str, load_format: LoadFormat = "auto") -> Checkpoint:
     """Finds `model` (a directory, a .gguf file, a hub id, ORG/REPO/FILE.gguf on the hub) and reads its config.
 
-    May download, and may convert a tokenizer once (seconds). Raises ConfigError that says what to do.
+    May download files, and may convert a tokenizer once, which takes seconds. Raises ConfigError that says what to
+    do.
     """
     path = Path(model).expanduser()
     name = path.name if path.name not in ("", "..") else path.resolve().name
@@ -67,9 +70,9 @@ def resolve(model: str, load_format: LoadFormat = "auto") -> Checkpoint:
 
 
 def local_path(model: str) -> Path | None:
-    """The checkpoint's directory or .gguf file on this machine, None where it may be on the hub; reads none of it.
+    """The directory or .gguf file of a checkpoint on this machine; None for a hub id. Reads no file.
 
-    Raises ConfigError for what can be neither.
+    Raises ConfigError for a name that is neither.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -136,7 +139,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _repository_of(model: str) -> tuple[str, str]:
-    """The repository that a hub id names, and the file in it, "" where it names none."""
+    """The repository in a hub id, and the file in it; "" if it names none."""
     parts = model.split("/")
     if len(parts) == 3 and parts[2].endswith(".gguf"):
         return "/".join(parts[:2]), parts[2]
@@ -169,7 +172,9 @@ def _from_hub(model: str) -> Path:
 
 
 def tokenizer_digest(checkpoint: Checkpoint) -> str:
-    """A digest of what token ids mean: equal for two checkpoints whose tokenizers encode and decode alike."""
+    """A digest of the tokenizer's vocabulary, merges and added tokens, by which checkpoints with the same token ids are
+    recognized.
+    """
     tokenizer = _read_json(Path(checkpoint.tokenizer_dir) / "tokenizer.json")
     model = tokenizer.get("model", {})
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]

@@ -1,7 +1,7 @@
-"""A decoder whose step is one call of the native kernels (ops/csrc/decoder.h), with no Python between its operations.
+"""A decoder whose forward pass is one call of the native kernels (ops/csrc/decoder.h), without Python in between.
 
-It takes what Decoder built and loaded, in any of its configurations: all of a model, or the part of a rank. Ranks that
-share layers add up their sums within the call, through the memory that they share.
+It uses the weights of a Decoder in any of its configurations, whole or a rank's part. Tensor-parallel ranks do their
+all-reduces within the call, through shared memory.
 """
 
 import ctypes
@@ -18,19 +18,19 @@ from llmserve.runtime.models.decoder import Decoder, DecoderLayer
 from llmserve.runtime.ops import PackedWeight, native
 
 SUM_BYTES = 4
-"""Ranks add up float32, whatever the model's dtype."""
+"""All-reduces are in float32, whatever the model's dtype."""
 _Linear = ColumnParallelLinear | RowParallelLinear | ExpertsWeight
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 def _mlp(layer: DecoderLayer) -> tuple[_Linear, ...]:
-    """Its gate and up, its down, and the router where it has experts."""
+    """The projections of a layer's MLP: gate and up, down, and the router if it has experts."""
     mlp = layer.mlp
     return (mlp.gate_up, mlp.down, mlp.router) if isinstance(mlp, SparseMLP) else (mlp.gate_up, mlp.down)
 
 
 def runs_natively(decoder: Decoder) -> bool:
-    """Whether a NativeDecoder can stand in for this one, given a NativeAttention."""
+    """Whether a NativeDecoder can replace this decoder, given a NativeAttention."""
     linears = [
         linear for layer in decoder.layers for linear in (layer.attention.qkv, layer.attention.output, *_mlp(layer))
     ]
@@ -39,7 +39,7 @@ def runs_natively(decoder: Decoder) -> bool:
 
 
 class NativeDecoder:
-    """Stands in for a Decoder. The kernels find its weights through descriptors whose addresses never change."""
+    """Replaces a Decoder. The kernels access its weights through descriptors whose addresses never change."""
 
     def __init__(self, decoder: Decoder, attention: NativeAttention) -> None:
         kernels = native.library()

@@ -1,4 +1,4 @@
-"""Making the model that a ModelConfig describes: our decoder, or transformers' modules for what it cannot express."""
+"""CausalLM, the interface of a model, and building the one that a ModelConfig describes."""
 
 from typing import Protocol
 
@@ -48,10 +48,10 @@ def build_model(
     max_positions: int | None = None,
     topology: Topology | None = None,
 ) -> CausalLM:
-    """The model without its weights (engine/weights.py loads them).
+    """The model, without its weights, which engine/weights.py loads: our decoder, or transformers' modules.
 
-    `max_positions` is the longest sequence that will be served, by default all that the config allows. ValueError where
-    the ranks of `topology` cannot share the heads.
+    `max_positions` is the longest sequence to be served, by default the config's limit. Raises ValueError when the
+    ranks of `topology` cannot share the heads, and ConfigError when transformers cannot build the model.
     """
     topology = topology or Topology()
     if config.implementation == "transformers":

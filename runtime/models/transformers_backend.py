@@ -1,7 +1,7 @@
-"""Any architecture that decoder.py cannot express: transformers' own modules over our paged attention. Slower; it runs.
+"""Architectures that decoder.py does not cover: transformers' own modules over our paged attention, which is slower.
 
-Attention reaches us through transformers' AttentionInterface. What cannot be served this way (recurrent state, cross
-attention, masks of their own, alibi) is refused while loading, never served wrong. Code in a checkpoint is never run.
+Our attention is registered with transformers' AttentionInterface. Models that cannot be served this way (recurrent
+state, cross attention, special masks, ALiBi) are refused while loading. Code in a checkpoint is never run.
 """
 
 import inspect
@@ -44,7 +44,7 @@ _IMMATERIAL = {
 }
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 _NOT_PAGED = ("s_aux", "position_bias", "alibi")
-"""Arguments of an attention function that change its scores in ways that a paged backend does not know."""
+"""Arguments of an attention function that change its scores in ways that paged backends do not support."""
 
 
 class TransformersModel:
@@ -94,8 +94,7 @@ class TransformersModel:
 class TransformersSource:
     """The tensors of a checkpoint (engine/checkpoint.py) under the names that transformers' modules give them.
 
-    Some architectures merge tensors while they load, so the whole checkpoint is loaded by transformers.
-    """
+    Some architectures merge tensors while loading, so transformers loads the whole checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -161,7 +160,9 @@ def _hf_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def config_differences(current: ModelConfig, new: ModelConfig) -> list[str]:
-    """How two configs differ, their defaults filled in, apart from what does not change what the weights compute."""
+    """The differences between two configs with defaults filled in, a line each, except in what does not affect the
+    computation.
+    """
     old_values, new_values = (_hf_config(config).to_dict() for config in (current, new))
     return [
         f"config: {name} is {new_values.get(name)}, the model has {old_values.get(name)}"
@@ -190,7 +191,7 @@ class _ParameterWeight(PlainWeight):
 
 
 class _Step:
-    """The attention backend of the forward pass that runs, and which layers have called it."""
+    """The attention backend of the current forward pass, and the layers that have called it."""
 
     attention: AttentionBackend
 
@@ -203,20 +204,22 @@ class _Step:
         self.called.clear()
 
     def end(self) -> None:
-        """Raises ConfigError unless each layer attended once: one with a state of its own would be served wrong."""
+        """Raises ConfigError unless each layer has attended exactly once: others have a state that would be wrong
+        here.
+        """
         if sorted(self.called) != list(range(self.config.num_layers)):
             raise ConfigError(f"{self.config.architecture} has layers that are no plain attention: it cannot be served")
 
 
 class _Replayed(BaseModelOutputWithPast):
-    """Hidden states as a base model's output; what else such an output may have is None."""
+    """Hidden states as the output of a base model; all other attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _Replay(nn.Module):
-    """Stands for the base model while the head runs: it returns the hidden states that it was given."""
+    """Replaces the base model while the head runs: returns the hidden states that it was given."""
 
     hidden: Tensor
 
@@ -236,8 +239,7 @@ def _paged_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, Hq, T, D], key and value [1, Hkv, T, D] to [1, T, Hq, D].
 
-    Raises ConfigError for attention that a paged backend cannot do; the warm-up meets it before anything is served.
-    """
+    Raises ConfigError for attention that paged backends do not support, at the latest in the warm-up."""
     step: _Step = module.llmserve_step
     config = step.config
     other = attention_mask is not None or any(kwargs.get(name) is not None for name in _NOT_PAGED)
@@ -256,7 +258,7 @@ def _paged_attention(
 
 
 def _window(module: Any) -> int | None:
-    """The sliding window of a layer whose module does not name it, because its mask would have said so."""
+    """The sliding window of a layer whose module does not pass it, because transformers' mask would imply it."""
     types = getattr(module.config, "layer_types", None)
     if types is None:
         slides = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
