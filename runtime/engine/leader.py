@@ -49,8 +49,8 @@ class Leader:
         self.info = rank.info
         self.swap = RankedSwap(self, checkpoint)
         self.rank = rank
-        self.reports: tuple[ProcessInfo, ...] = ()
-        """The latest reports of the other ranks, about a second old at most."""
+        self._reports: dict[int, tuple[ProcessInfo, float]] = {}
+        """The latest reports of the other ranks, and when they came: a second ago at most where all is well."""
         self._control = rank.topology.control
         self._sending = threading.Lock()
         self._lost = lost
@@ -66,7 +66,9 @@ class Leader:
 
     def all_reports(self) -> tuple[ProcessInfo, ...]:
         """The reports of all ranks, this one first."""
-        return (self.rank.report(), *self.reports)
+        now = time.monotonic()
+        latest = list(self._reports.values())  # at once: another thread adds to it
+        return (self.rank.report(), *(msgspec.structs.replace(info, silent_s=now - came) for info, came in latest))
 
     def submit(self, plan: StepPlan) -> "Future[StepResult]":
         """Runs this rank's part of the step. The handle is done already with one pipeline stage, else when the last
@@ -119,8 +121,9 @@ class Leader:
         try:
             while True:
                 self.tell(Report())
-                others = range(1, self._control.size)
-                self.reports = tuple(decoder.decode(receive_bytes(i, self._control, "reports")) for i in others)
+                for rank in range(1, self._control.size):
+                    report = decoder.decode(receive_bytes(rank, self._control, "reports"))
+                    self._reports[rank] = report, time.monotonic()
                 time.sleep(REPORT_INTERVAL_S)
         except (RankLost, WorkerDied) as error:
             self._lost(str(error))

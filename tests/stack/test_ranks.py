@@ -179,6 +179,9 @@ def test_operators_see_and_steer_while_a_rank_hangs(split: RunningInstance, name
             asked = (PingReqInput(), GetStatusReqInput(), GetLoadReqInput(), ListRequestsReqInput())
             ping, status, open_now, listed = (rpc.call(request) for request in asked)
             assert (status.steps, open_now.running + open_now.waiting, len(listed.requests)) == (ping.step, 2, 2)
+            silent_s = {process.pid: process.silent_s for process in status.processes}
+            assert silent_s[hangs.pid] > 1
+            assert silent_s[split.child("scheduler-dp0-pp0-tp0").pid] == 0
             shown = run_cli(split.root, "ping", "--instance", split.name).stdout
             assert re.search(rf"ready, step {ping.step}, the next one takes [0-9.]+s already", shown)
             first = listed.requests[0].rid

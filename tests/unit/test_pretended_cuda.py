@@ -240,8 +240,12 @@ def serve_on_devices(topology: Topology, args: ServerArgs, new: Path) -> Any:
         staging.join()
         leader.swap.commit()
         after = answers(leader)[0]
-        wait_until(lambda: len(leader.reports) == topology.control.size - 1 and leader.reports[-1].busy_s > 0, 20, "")
-        return before, during, after, [report.busy_s for report in leader.all_reports()]
+
+        def busy() -> list[float]:
+            return [report.busy_s for report in leader.all_reports()]
+
+        wait_until(lambda: len(busy()) == topology.control.size and busy()[-1] > 0, 20, "the report of the last rank")
+        return before, during, after, busy()
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
