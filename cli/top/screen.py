@@ -4,13 +4,14 @@ It owns the terminal's mode, its second screen and the signals that concern them
 """
 
 import contextlib
+import errno
 import os
 import select
 import signal
 import sys
 import termios
 import tty
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 from llmserve.cli.top.keys import KeyReader
@@ -49,8 +50,19 @@ class Terminated(Exception):
         self.exit_code = 128 + number
 
 
+@contextlib.contextmanager
+def eof_if_gone() -> Iterator[None]:
+    """Raises EOFError where the terminal has hung up, as one does that ends without a SIGHUP (a container's, say)."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise EOFError from None
+
+
 class Screen:
-    """The terminal, from `with` to its end. One at a time."""
+    """The terminal, from `with` to its end. One at a time. What uses it raises EOFError when it is gone."""
 
     def __init__(self, color: bool) -> None:
         self._color = color
@@ -82,7 +94,7 @@ class Screen:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):  # the terminal may be gone
+        with contextlib.suppress(OSError, EOFError):  # the terminal may be gone
             self._give_back()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -96,11 +108,13 @@ class Screen:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines."""
-        return os.get_terminal_size(self._out)
+        """Columns and lines; a terminal that does not know, as a serial console, counts as the usual one."""
+        with eof_if_gone():
+            columns, lines = os.get_terminal_size(self._out)
+        return columns or 80, lines or 24
 
     def keys(self, timeout_s: float) -> list[str]:
-        """The keys pressed; waits for one, for `wake` or for `timeout_s`. Raises EOFError when the terminal is gone."""
+        """The keys pressed; waits for one, for `wake` or for `timeout_s`."""
         ready, _, _ = select.select([self._in, self._wake_in], [], [], timeout_s)
         if self._wake_in in ready:
             with contextlib.suppress(BlockingIOError):
@@ -108,7 +122,8 @@ class Screen:
                     pass
         if self._in not in ready:
             return []
-        data = os.read(self._in, 4096)
+        with eof_if_gone():
+            data = os.read(self._in, 4096)
         if not data:
             raise EOFError
         keys = self._reader.feed(data)
@@ -151,8 +166,9 @@ class Screen:
 
     def _write(self, text: str) -> None:
         data = text.encode()
-        while data:
-            data = data[os.write(self._out, data) :]
+        with eof_if_gone():
+            while data:
+                data = data[os.write(self._out, data) :]
 
     # ---- signals ---------------------------------------------------------------------------------------------------
 

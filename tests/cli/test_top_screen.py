@@ -203,6 +203,26 @@ def test_a_reader_that_goes_away_ends_it_quietly(recording: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("keys", [b"", b"p"], ids=["writing", "reading"])
+def test_a_terminal_that_goes_away_without_a_signal_ends_it_quietly(recording: Path, keys: bytes) -> None:
+    """It is not the controlling one, so that no SIGHUP comes; nor does it know its size, and gets the usual picture."""
+    ours, theirs = os.openpty()
+    command = [Path(sys.executable).with_name("llmserve"), "top", "--replay", str(recording), "--interval", "0.2"]
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, text=True, **streams) as process:
+        os.close(theirs)
+        shown = b""
+        while b"cmpl-a" not in shown:
+            shown += os.read(ours, 1 << 16)
+        if keys:  # to stop the display, so that it is the reading that finds out
+            os.write(ours, keys)
+            while b"display stopped" not in shown:
+                shown += os.read(ours, 1 << 16)
+        os.close(ours)
+        assert process.communicate(timeout=WAIT_S)[1] == ""
+    assert process.returncode == 0
+
+
 # ---- live ----------------------------------------------------------------------------------------------------------
 
 
