@@ -159,7 +159,7 @@ def show_lines(console: Console, source: "Source", json: bool, interval: float) 
             if feed.ended or time.monotonic() >= due:
                 due = time.monotonic() + interval
                 snapshot = feed.snapshot()
-                if feed.model.expects_data and snapshot.state != "stalled":
+                if snapshot.state == "connecting":
                     continue
                 console.print(dumps(as_json(snapshot)) if json else line_of(snapshot))
 

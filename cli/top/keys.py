@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llmserve.cli.top.snapshot import Request, Snapshot
-from llmserve.cli.top.table import COLUMNS, RequestKey, arrange, key_of
+from llmserve.cli.top.table import RequestKey, arrange, columns_of, key_of
 
 INTERVALS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 ESCAPES = {
@@ -161,7 +161,7 @@ class Ui:
         if key in ("up", "down", "pgup", "pgdn", "home", "end", " ", "u"):
             self._move(key, rows)
         elif key in ("left", "right", "s", "tab", "r"):
-            self._sort(key)
+            self._sort(key, [column.name for column in columns_of(snapshot)])
         elif key in ("+", "=", "-"):
             place = min(range(len(INTERVALS)), key=lambda i: abs(INTERVALS[i] - self.interval))
             place = max(0, min(len(INTERVALS) - 1, place + (1 if key == "-" else -1)))
@@ -206,13 +206,12 @@ class Ui:
         place = max(0, min(len(rows) - 1, place + steps.get(key, 0)))
         self.chosen = key_of(rows[place])
 
-    def _sort(self, key: str) -> None:
+    def _sort(self, key: str, names: list[str]) -> None:
         if key == "r":
             self.reverse = not self.reverse
             return
-        names = [column.name for column in COLUMNS]
-        step = -1 if key == "left" else 1
-        self.sort = names[(names.index(self.sort) + step) % len(names)]
+        place = names.index(self.sort) if self.sort in names else 0  # it had replicas, and is another instance now
+        self.sort = names[(place + (-1 if key == "left" else 1)) % len(names)]
         self.reverse = False
         self.message = f"sorted by {self.sort}"  # the column may be one that the screen has no room for
 

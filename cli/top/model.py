@@ -73,8 +73,7 @@ class Model:
     @property
     def has_rates(self) -> bool:
         """Whether there are two samples to compare, of each scheduler and of the front."""
-        expected = self.link.replicas if self.link is not None else 1
-        return len(self._history) > len(self._replicas) >= expected and len(self._latencies) >= 2
+        return len(self._history) > len(self._replicas) and not self._unheard() and len(self._latencies) >= 2
 
     @property
     def has_numbers(self) -> bool:
@@ -91,6 +90,9 @@ class Model:
         link = self.link
         newest = self._history.newest if self._history else None
         replicas = list(self._replicas.values())
+        shown = {rank: _replica(replica, now) for rank, replica in self._replicas.items()}
+        if link is not None and replicas:
+            shown |= {rank: _unheard_replica(rank, now - link.time) for rank in self._unheard()}
         state, reason = self._state(now)
         return Snapshot(
             time=now,
@@ -102,7 +104,7 @@ class Model:
             weight_version=max((r.weight_version for r in replicas), default=0),
             uptime_s=max((r.uptime_s + now - r.time for r in replicas), default=0.0),
             data_age_s=max(0.0, now - newest.time) if newest else None,
-            replicas=tuple(_replica(r, now) for _, r in sorted(self._replicas.items())),
+            replicas=tuple(shown[rank] for rank in sorted(shown)),
             load=self._load(now),
             cache=self._cache(now),
             latency=self._latency(now),
@@ -172,8 +174,9 @@ class Model:
             return ("connecting" if self.expects_data else "starting"), ""
         lost = self.link.lost_replicas if self.link is not None else ()
         replicas = {rank: replica for rank, replica in self._replicas.items() if rank not in lost}
-        faults = [fault for rank in replicas if (fault := self._fault(rank, now))]
-        if faults and len(faults) == len(replicas):
+        unheard = self._unheard()
+        faults = [fault for rank in sorted({*replicas, *unheard}) if (fault := self._fault(rank, now))]
+        if faults and len(faults) == len(replicas) + len(unheard):
             return "stalled", faults[0]
         faults = [f"replica {rank} is lost" for rank in lost] + faults
         if self.link is not None and self.link.detail:
@@ -185,6 +188,8 @@ class Model:
             return "draining", ""
         if faults:
             return "degraded", "; ".join(faults)
+        if unheard:
+            return "connecting", ""
         states = {replica.state for replica in replicas.values()}
         for state in ("starting", "paused", "draining"):
             if state in states:
@@ -201,10 +206,20 @@ class Model:
         """For how many seconds, as the front says."""
         return max((now - seen for info, seen in self._processes.values() if info.role == "detokenizer"), default=0.0)
 
+    def _unheard(self) -> list[int]:
+        """The replicas that live, as the registry says, and have not said anything yet."""
+        if self.link is None:
+            return []
+        ranks = range(self.link.replicas + len(self.link.lost_replicas))
+        return [rank for rank in ranks if rank not in self._replicas and rank not in self.link.lost_replicas]
+
     def _fault(self, rank: int, now: float) -> str:
         """What is wrong with a replica, if something is."""
+        if rank not in self._replicas:
+            silent_s = now - self.link.time if self.link is not None else 0.0
+            return f"replica {rank} has said nothing for {silent_s:.0f} s" if silent_s > STALE_S else ""
         replica, idle_s = self._replicas[rank], now - self._stepped[rank]
-        who = f"replica {rank}" if len(self._replicas) > 1 else "the scheduler"
+        who = f"replica {rank}" if len(self._replicas) + len(self._unheard()) > 1 else "the scheduler"
         if now - replica.time > STALE_S:
             return f"{who} has said nothing for {now - replica.time:.0f} s"
         if replica.running and idle_s > NO_STEP_S and replica.state == "ready":
@@ -308,6 +323,11 @@ def _replica(replica: SchedulerMetrics, now: float) -> Replica:
         kv_total=replica.kv_tokens_total,
         heartbeat_age_s=max(0.0, now - replica.time),
     )
+
+
+def _unheard_replica(rank: int, silent_s: float) -> Replica:
+    nothing = dict.fromkeys(("running", "waiting", "kv_used", "kv_total"), 0)
+    return Replica(dp_rank=rank, state="connecting", heartbeat_age_s=max(0.0, silent_s), **nothing)
 
 
 def _request(info: RequestInfo, replica: SchedulerMetrics, now: float) -> Request:

@@ -9,7 +9,7 @@ from llmserve.cli.console import printable
 from llmserve.cli.top.frame import Frame
 from llmserve.cli.top.snapshot import Request
 from llmserve.cli.top.spans import Line, pad
-from llmserve.cli.top.table import Column, fitting, key_of, rid_of
+from llmserve.cli.top.table import Column, columns_of, fitting, key_of, rid_of
 
 
 def table(frame: Frame, room: int) -> list[Line]:
@@ -21,7 +21,7 @@ def table(frame: Frame, room: int) -> list[Line]:
     note = f"{count}, filter {printable(ui.wanted)!r}" if ui.wanted else count
     note += f", {len(ui.tagged)} tagged" if ui.tagged else ""
     lines = [frame.title("Requests", note, frame.width)] if room >= 4 else []
-    columns = fitting(frame.width - 2)
+    columns = fitting(columns_of(frame.s), frame.width - 2)
     widths = widths_of(frame, columns, rows)
     if room >= 3:
         lines.append([("  ", ""), *header(frame, columns, widths)])

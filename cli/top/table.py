@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from llmserve.cli import format
 from llmserve.cli.console import printable
-from llmserve.cli.top.snapshot import Request
+from llmserve.cli.top.snapshot import Request, Snapshot
 
 RequestKey = tuple[str, int, int]
 """What tells rows apart: rid, index, dp_rank."""
@@ -27,14 +27,15 @@ class Column(NamedTuple):
 COLUMNS = (
     Column("RID", 18, 0, lambda r: rid_of(r), lambda r: r.rid, right=False, descending=False),
     Column("STATE", 7, 3, lambda r: r.state, lambda r: r.state, right=False, descending=False),
+    Column("REPLICA", 7, 5, lambda r: str(r.dp_rank), lambda r: r.dp_rank, descending=False),
     Column("AGE", 6, 1, lambda r: format.duration(r.age_s), lambda r: r.age_s),
-    Column("PROMPT", 7, 5, lambda r: format.number(r.prompt_tokens), lambda r: r.prompt_tokens),
-    Column("CACHED", 7, 6, lambda r: format.number(r.cached_tokens), lambda r: r.cached_tokens),
+    Column("PROMPT", 7, 6, lambda r: format.number(r.prompt_tokens), lambda r: r.prompt_tokens),
+    Column("CACHED", 7, 7, lambda r: format.number(r.cached_tokens), lambda r: r.cached_tokens),
     Column("OUTPUT", 11, 2, lambda r: output_of(r), lambda r: r.output_tokens),
     Column("TOK/S", 6, 4, lambda r: f"{r.tokens_per_s:.1f}", lambda r: r.tokens_per_s),
-    Column("TTFT", 6, 7, lambda r: format.duration(r.ttft_s), lambda r: r.ttft_s or 0.0),
-    Column("RETR", 4, 9, lambda r: str(r.retractions), lambda r: r.retractions),
-    Column("USER", 10, 8, lambda r: printable(r.user) or "-", lambda r: r.user, right=False, descending=False),
+    Column("TTFT", 6, 8, lambda r: format.duration(r.ttft_s), lambda r: r.ttft_s or 0.0),
+    Column("RETR", 4, 10, lambda r: str(r.retractions), lambda r: r.retractions),
+    Column("USER", 10, 9, lambda r: printable(r.user) or "-", lambda r: r.user, right=False, descending=False),
 )
 BY_NAME = {column.name: column for column in COLUMNS}
 
@@ -62,9 +63,14 @@ def arrange(requests: Iterable[Request], sort: str, reverse: bool, wanted: str) 
     return rows
 
 
-def fitting(width: int) -> list[Column]:
-    """The columns that fit into `width` cells, two spaces apart, the least important ones left out."""
-    chosen = list(COLUMNS)
+def columns_of(snapshot: Snapshot) -> list[Column]:
+    """Those that say something: of one replica it goes without saying which has a request."""
+    return [column for column in COLUMNS if column.name != "REPLICA" or len(snapshot.replicas) > 1]
+
+
+def fitting(columns: Iterable[Column], width: int) -> list[Column]:
+    """Those of the columns that fit into `width` cells, two spaces apart, the least important ones left out."""
+    chosen = list(columns)
     while len(chosen) > 1 and sum(column.width + 2 for column in chosen) - 2 > width:
         chosen.remove(max(chosen, key=lambda column: column.rank))
     return chosen

@@ -1,5 +1,6 @@
 """What keys do to the Ui, and what they ask for."""
 
+import msgspec
 import pytest
 from top_samples import START, samples
 
@@ -84,6 +85,22 @@ def test_sorting(snapshot: Snapshot) -> None:
     press(ui, snapshot, "h", "left")
     assert (ui.sort, ui.message) == ("STATE", "sorted by STATE")
     assert [row.state for row in ui.rows(snapshot)] == ["decode", "decode", "prefill", "waiting"]
+
+
+def test_the_replica_is_a_column_where_there_are_several(snapshot: Snapshot) -> None:
+    ui = Ui()
+    two = msgspec.structs.replace(snapshot, replicas=snapshot.replicas * 2)
+    moved = tuple(
+        msgspec.structs.replace(request, dp_rank=place % 2) for place, request in enumerate(snapshot.requests)
+    )
+    two = msgspec.structs.replace(two, requests=moved)
+    press(ui, two, "left")
+    assert ui.sort == "REPLICA"
+    assert [row.dp_rank for row in ui.rows(two)] == [0, 0, 1, 1]
+    press(ui, two, "r")
+    assert [row.dp_rank for row in ui.rows(two)] == [1, 1, 0, 0]
+    press(ui, snapshot, "s")  # after a restart with one replica
+    assert ui.sort == "STATE"
 
 
 def test_filter_is_edited_kept_and_cleared(snapshot: Snapshot) -> None:

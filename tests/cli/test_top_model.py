@@ -260,6 +260,25 @@ def test_a_replica_that_is_silent_is_named() -> None:
 
 
 def test_replicas_are_added_up() -> None:
+def test_a_replica_that_never_speaks_is_waited_for_and_then_named() -> None:
+    """As one that hung before top was started: the registry has it, and nothing comes from it."""
+    model = fed([Link(time=START, status="connected", name="prod", replicas=2), scheduler(0), scheduler(1), front(1)])
+    assert not model.has_rates
+    found = model.snapshot(START + 1)
+    assert (found.state, found.reason) == ("connecting", "")
+    assert [(each.dp_rank, each.state, each.running) for each in found.replicas] == [
+        (0, "ready", 3),
+        (1, "connecting", 0),
+    ]
+    for second in range(2, 6):
+        model.add(scheduler(second))
+        model.add(front(second))
+    found = model.snapshot(START + 5)
+    assert (found.state, found.reason) == ("degraded", "replica 1 has said nothing for 5 s")
+    found = model.snapshot(START + 9)
+    assert (found.state, found.reason) == ("stalled", "replica 0 has said nothing for 4 s")
+
+
     other = [msgspec.structs.replace(scheduler(second), dp_rank=1) for second in range(11)]
     ours = [scheduler(second) for second in range(11)]
     found = fed([sample for pair in zip(ours, other, strict=True) for sample in pair]).snapshot(START + 10)

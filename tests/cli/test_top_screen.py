@@ -310,7 +310,7 @@ def test_an_instance_that_loses_a_replica_is_degraded_and_its_metrics_go_on() ->
         with FakeInstance("other") as other, terminal("-i", "fake", "--interval", "0.2", size=(24, 120)) as child:
             other.handlers[SubscribeMetricsReqInput] = lambda request: SubscribeMetricsReqOutput(lease_s=5.0)
             fake.instance.update(rpc_addresses=(address, *other.instance.record.rpc_addresses))
-            child.expect("● ready")
+            child.expect("2 replicas")
             other.__exit__(None, None, None)
             fake.instance.update(rpc_addresses=(address,), lost_replicas=(1,))
             child.expect("◒ degraded.*replica 1 is lost")

@@ -236,3 +236,7 @@ def test_replicas_are_shown_with_what_each_has_to_do(snapshot: Snapshot, size: t
     lost = msgspec.structs.replace(idle, state="lost", kv_total=0)
     assert "dp1 ▲ lost run 0 wait 0 kv -" in drawn(msgspec.structs.replace(snapshot, replicas=(busy, lost)), *size)
     assert "2 replicas" in text.splitlines()[0]
+    (row,) = (line for line in text.splitlines() if line.startswith("▸ cmpl-a"))
+    assert row.split()[2:5] == ["decode", "0", "2m00s"]
+    assert "REPLICA" in text
+    assert "REPLICA" not in drawn(snapshot, *size)
