@@ -8,7 +8,7 @@ from llmserve.cli.top.samples import GpuInfo
 TIMEOUT_S = 5.0
 NVIDIA_SMI = (
     "nvidia-smi",
-    "--query-gpu=index,name,memory.used,memory.total,utilization.gpu",
+    "--query-gpu=index,memory.used,memory.total,utilization.gpu,name",
     "--format=csv,noheader,nounits",
 )
 
@@ -31,14 +31,24 @@ def parse_gpus(text: str) -> tuple[GpuInfo, ...]:
     """What nvidia-smi printed, a device a line; memory comes in MiB. Raises ValueError."""
     found = []
     for line in text.splitlines():
-        index, name, used, total, busy = (cell.strip() for cell in line.split(","))
+        index, used, total, busy, name = (cell.strip() for cell in line.split(",", 4))
         found.append(
             GpuInfo(
                 index=int(index),
                 name=name,
-                used_bytes=int(used) << 20,
-                total_bytes=int(total) << 20,
-                busy_percent=float(busy),
+                used_bytes=bytes_in(used),
+                total_bytes=bytes_in(total),
+                busy_percent=number_in(busy),
             )
         )
     return tuple(found)
+
+
+def bytes_in(mib: str) -> int | None:
+    number = number_in(mib)
+    return None if number is None else number << 20
+
+
+def number_in(cell: str) -> int | None:
+    """None for "[N/A]", as of a device in parts (MIG) or with the memory of its host, and for "[Unknown Error]"."""
+    return int(cell) if cell.isdecimal() else None

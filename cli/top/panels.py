@@ -170,11 +170,12 @@ def processes(frame: Frame, width: int) -> list[Line]:
             ]
         )
     for gpu in frame.s.gpus:
-        used = f"{format.size(gpu.used_bytes)} of {format.size(gpu.total_bytes)}"
+        used, total = ("-" if size is None else format.size(size) for size in (gpu.used_bytes, gpu.total_bytes))
+        busy = "-" if gpu.busy_percent is None else f"{gpu.busy_percent:.0f}%"
         lines.append(
             [
                 (f"gpu {gpu.index}".ljust(first), ""),
-                (f"{used}, {gpu.busy_percent:.0f}% busy", ""),
+                (f"{used} of {total}, {busy} busy", ""),
                 (f"  {gpu.name}", "dim"),
             ]
         )

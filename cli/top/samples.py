@@ -37,9 +37,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class GpuInfo(Row, frozen=True, kw_only=True):
     index: int
     name: str
-    used_bytes: int
-    total_bytes: int
-    busy_percent: float
+    used_bytes: int | None
+    total_bytes: int | None
+    busy_percent: float | None
+    """None, as the others, where the driver does not tell."""
 
 
 class Gpus(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -105,9 +105,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     name: str
-    used_bytes: int
-    total_bytes: int
-    busy_percent: float
+    used_bytes: int | None
+    total_bytes: int | None
+    busy_percent: float | None
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

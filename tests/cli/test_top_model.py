@@ -1,6 +1,7 @@
 """The model of `top`, fed from a recording with known curves (top_samples.py)."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from fake_instance import run
 from top_samples import BOUNDS, SECONDS, START, front, record, samples, scheduler
 
-from llmserve.cli.top.gpus import parse_gpus
+from llmserve.cli.top.gpus import are_here, ask_nvidia_smi
 from llmserve.cli.top.latencies import quantiles
 from llmserve.cli.top.model import Model
 from llmserve.cli.top.samples import Link, RecordingError, Sample, read
@@ -259,7 +260,6 @@ def test_a_replica_that_is_silent_is_named() -> None:
     assert [each.heartbeat_age_s for each in found.replicas] == [0.0, 6.0]
 
 
-def test_replicas_are_added_up() -> None:
 def test_a_replica_that_never_speaks_is_waited_for_and_then_named() -> None:
     """As one that hung before top was started: the registry has it, and nothing comes from it."""
     model = fed([Link(time=START, status="connected", name="prod", replicas=2), scheduler(0), scheduler(1), front(1)])
@@ -279,6 +279,7 @@ def test_a_replica_that_never_speaks_is_waited_for_and_then_named() -> None:
     assert (found.state, found.reason) == ("stalled", "replica 0 has said nothing for 4 s")
 
 
+def test_replicas_are_added_up() -> None:
     other = [msgspec.structs.replace(scheduler(second), dp_rank=1) for second in range(11)]
     ours = [scheduler(second) for second in range(11)]
     found = fed([sample for pair in zip(ours, other, strict=True) for sample in pair]).snapshot(START + 10)
@@ -363,9 +364,30 @@ def test_a_broken_line_is_named(recording: Path, tmp_path: Path) -> None:
         list(read(path))
 
 
-def test_gpus_are_read_from_nvidia_smi() -> None:
-    (gpu,) = parse_gpus("0, NVIDIA H200, 12345, 143771, 37\n")
-    assert (gpu.index, gpu.name, gpu.used_bytes, gpu.busy_percent) == (0, "NVIDIA H200", 12345 << 20, 37.0)
+def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device in parts has no utilization, one that shares its host's memory has none of its own."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        "names = sys.argv[1].removeprefix('--query-gpu=').split(',')\n"
+        "assert sys.argv[2:] == ['--format=csv,noheader,nounits'], sys.argv\n"
+        "devices = [('0', '12345', '143771', '37', 'NVIDIA H200'), ('1', '9', '143771', '[N/A]', 'NVIDIA H200'),\n"
+        "           ('2', '[N/A]', '[N/A]', '5', 'NVIDIA GB10')]\n"
+        "for device in devices:\n"
+        "    known = dict(zip(['index', 'memory.used', 'memory.total', 'utilization.gpu', 'name'], device))\n"
+        "    print(', '.join(known[name] for name in names))\n"
+    )
+    smi.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert are_here()
+    assert [(gpu.index, gpu.used_bytes, gpu.total_bytes, gpu.busy_percent, gpu.name) for gpu in ask_nvidia_smi()] == [
+        (0, 12345 << 20, 143771 << 20, 37, "NVIDIA H200"),
+        (1, 9 << 20, 143771 << 20, None, "NVIDIA H200"),
+        (2, None, None, 5, "NVIDIA GB10"),
+    ]
+    smi.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    assert ask_nvidia_smi() == ()
 
 
 def ranked(second: int, busy: tuple[float, float], active_s: float) -> SchedulerMetrics:

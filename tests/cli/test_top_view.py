@@ -10,7 +10,7 @@ from top_samples import SECONDS, START, samples
 from llmserve.cli.top.glyphs import ASCII, UNICODE, Glyphs
 from llmserve.cli.top.keys import Abort, Ui
 from llmserve.cli.top.model import Model
-from llmserve.cli.top.snapshot import Process, Replica, Snapshot
+from llmserve.cli.top.snapshot import Gpu, Process, Replica, Snapshot
 from llmserve.cli.top.spans import text_of
 from llmserve.cli.top.view import render
 
@@ -240,3 +240,8 @@ def test_replicas_are_shown_with_what_each_has_to_do(snapshot: Snapshot, size: t
     assert row.split()[2:5] == ["decode", "0", "2m00s"]
     assert "REPLICA" in text
     assert "REPLICA" not in drawn(snapshot, *size)
+
+
+def test_a_gpu_that_tells_nothing_is_shown_all_the_same(snapshot: Snapshot) -> None:
+    mute = Gpu(index=3, name="GB10", used_bytes=None, total_bytes=None, busy_percent=None)
+    assert "- of -, - busy  GB10" in drawn(msgspec.structs.replace(snapshot, gpus=(mute,)), 120, 40)
