@@ -1,42 +1,43 @@
-"""Every message that crosses a socket, and the rows that messages are made of.
+"""All messages that cross a socket, and the rows that messages are made of.
 
-Nothing here knows about sockets (wire.py) or about how a message is handled. A request is an `XReqInput`, its answer
-an `XReqOutput`. Token ids travel as little-endian int32 bytes and vectors as float32 bytes, never as lists of numbers.
+Nothing here knows about sockets (wire.py) or about how a message is handled. A request is an `XReqInput`, its answer an
+`XReqOutput`. Token ids are little-endian int32 bytes and vectors float32 bytes, never lists of numbers.
 """
 
+from collections.abc import Sequence
 from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 PROTOCOL_VERSION = 1
-"""To be raised with every change of a message: a field that the receiver does not know makes a frame a bad one."""
+"""To be raised with every change of a message, because a receiver drops messages with unknown fields."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of all that is sent alone in a frame; the tag is the class name."""
+    """Base of the messages, each sent alone in a frame; the tag is the class name."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """Base of what belongs together inside a message; encoded by position, so that a row costs no field names."""
+    """Base of records within messages; encoded by position, so that field names are not sent."""
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------------
 
 
 FILL_CONTEXT = -1
-"""As `max_new_tokens`: as many as the model's context has room for."""
+"""A value of `max_new_tokens`: as many as the model's context has room for."""
 UNSEEDED = -(1 << 63)
-"""As `seed`: any."""
+"""A value of `seed`: the front chooses one."""
 MIN_TEMPERATURE = 1e-5
-"""Below it the likeliest token is drawn: dividing logits by so little would overflow."""
+"""Below this temperature sampling is greedy, because dividing logits by less could overflow."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the tokens of one request are chosen.
+    """The sampling parameters of one request.
 
-    The TokenizerManager validates it against the model and replaces FILL_CONTEXT and UNSEEDED by numbers before it
-    reaches the scheduler. Choice j of a prompt draws with `seed + j`. `top_k` 0 means off. `logit_bias` holds
-    (token id, bias) pairs.
+    The front validates them (validation.py) and replaces FILL_CONTEXT and UNSEEDED by numbers before they reach the
+    scheduler. Choice j of a prompt samples with `seed + j`. `top_k` 0 means off. `logit_bias` holds (token id, bias)
+    pairs.
     """
 
     max_new_tokens: int = 128
@@ -60,33 +61,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def penalized(self) -> bool:
-        """Whether the choice of a token depends on the tokens before it."""
+        """Whether penalties make the choice of a token depend on the tokens before it."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 class LogprobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which logprobs a request wants: always the chosen token's, the `top` likeliest too, the prompt's if `prompt`."""
+    """Which logprobs are wanted: the sampled tokens', those of the `top` likeliest tokens, and with `prompt` the
+    prompt's.
+    """
 
     top: int = 0
     prompt: bool = False
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the text of every choice must match: a JSON schema, a regular expression, one of the choices in a JSON list,
-    or a grammar as Lark writes it, or as either Lark or llama.cpp (GBNF) do.
+    """What the text of every choice must match.
+
+    `text` is a JSON schema, a regular expression, a JSON list of texts ("choice"), a Lark grammar ("lark"), or a
+    grammar in either Lark or llama.cpp's GBNF ("grammar").
     """
 
     kind: Literal["json_schema", "regex", "choice", "lark", "grammar"]
     text: str
     param: str
-    """What the client calls it: refusals name it."""
+    """The client's name for the parameter, for error messages."""
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
 
 
 class GenerateReqInput(Message, frozen=True, kw_only=True):
-    """What a client asks of the TokenizerManager. Exactly one of `texts` and `input_ids` is not empty.
+    """A generation request, before tokenization. Exactly one of `texts` and `input_ids` is not empty.
 
     The choices of a request are numbered prompt by prompt: index = prompt_index * n + choice.
     """
@@ -105,7 +110,7 @@ class GenerateReqInput(Message, frozen=True, kw_only=True):
 
 
 class EmbeddingReqInput(Message, frozen=True, kw_only=True):
-    """A request for one vector a prompt."""
+    """An embedding request, before tokenization: one vector per prompt."""
 
     rid: str
     texts: tuple[str, ...] = ()
@@ -116,7 +121,7 @@ class EmbeddingReqInput(Message, frozen=True, kw_only=True):
 
 
 class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
-    """A generation request after tokenization: each of `prompts` is int32 bytes, each is continued `n` times.
+    """A generation request after tokenization: each of `prompts` is int32 bytes and is continued `n` times.
 
     The scheduler accepts or refuses all its choices together.
     """
@@ -126,7 +131,7 @@ class TokenizedGenerateReqInput(Message, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     n: int = 1
     grammar: str = ""
-    """A constraint as runtime/grammar.py writes it; empty: none."""
+    """The constraint, in the notation of runtime/grammar.py; empty: none."""
     logprobs: LogprobOptions | None = None
     stream: bool = False
     skip_special_tokens: bool = True
@@ -148,9 +153,9 @@ class TokenizedEmbeddingReqInput(Message, frozen=True, kw_only=True):
 
 
 class FinishReason(Row, frozen=True, kw_only=True):
-    """Why a request ended. For "abort" and "error", `status` is the HTTP status and `message` the text for the client.
+    """Why a choice ended. For "abort" and "error", `status` is the HTTP status and `message` the text for the client.
 
-    `matched` is the stop string or stop token id that ended it, None when the model ended it by itself.
+    `matched` is the stop string or stop token id that ended it; None when the model ended it with an EOS token.
     """
 
     type: Literal["stop", "length", "abort", "error"]
@@ -160,19 +165,30 @@ class FinishReason(Row, frozen=True, kw_only=True):
 
 
 class Logprobs(Row, frozen=True, kw_only=True):
-    """Logprobs of k consecutive tokens: float32 [k]; int32 and float32 [k, top].
-
-    A logprob that does not exist (the first token of a prompt) is NaN.
-    """
+    """Logprobs of k consecutive tokens. The first token of a prompt has none, which is NaN."""
 
     token_logprobs: bytes
+    """float32 [k]: those of the tokens themselves."""
     top: int = 0
+    """How many of the likeliest tokens at each position are given too."""
     top_ids: bytes = b""
+    """int32 [k, top]."""
     top_logprobs: bytes = b""
+    """float32 [k, top]."""
+
+    @staticmethod
+    def joined(parts: "Sequence[Logprobs]") -> "Logprobs":
+        """Those of several runs of tokens, one after the other, as one. All have the same `top`."""
+        return Logprobs(
+            token_logprobs=b"".join(part.token_logprobs for part in parts),
+            top=parts[0].top if parts else 0,
+            top_ids=b"".join(part.top_ids for part in parts),
+            top_logprobs=b"".join(part.top_logprobs for part in parts),
+        )
 
 
 class TokenIDRow(Row, frozen=True, kw_only=True):
-    """What is new of one choice since its last row. Token counts are totals so far."""
+    """The new output of one choice since its last row. Token counts are totals so far."""
 
     rid: str
     index: int
@@ -183,18 +199,20 @@ class TokenIDRow(Row, frozen=True, kw_only=True):
     finish: FinishReason | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
-    """In the choice's first row only, [prompt_tokens]."""
+    """In the choice's first row only: k = prompt_tokens."""
     stop: tuple[str, ...] = ()
     """In the choice's first row only: the stop strings that the detokenizer withholds and trims."""
     skip_special_tokens: bool = True
     queue_s: float = 0.0
-    """Seconds between the arrival and the first step that ran it."""
+    """Seconds from arrival to first step."""
     min_new_tokens: int = 0
-    """In the choice's first row only: a stop string counts only when it ends after so many tokens."""
+    """In the choice's first row only: stop strings that end within this many tokens do not count."""
 
 
 class StrRow(Row, frozen=True, kw_only=True):
-    """A TokenIDRow with its text: what is new and certain, stop strings trimmed and partial characters withheld."""
+    """A TokenIDRow after detokenization. `text` is new and final: stop strings are removed, and incomplete characters
+    withheld.
+    """
 
     rid: str
     index: int
@@ -210,7 +228,7 @@ class StrRow(Row, frozen=True, kw_only=True):
 
 
 class EmbeddingRow(Row, frozen=True, kw_only=True):
-    """One prompt's vector as float32 bytes, or the reason there is none."""
+    """The vector of one prompt, float32 [hidden_size], or empty with `finish` as the reason."""
 
     rid: str
     index: int
@@ -234,19 +252,19 @@ class BatchEmbeddingOutput(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """The detokenizer lives: it says so to the front every second, busy or idle."""
+    """Sent by the detokenizer to the front every second, busy or idle."""
 
 
 # ---- control -----------------------------------------------------------------------------------------------------
 
 PauseMode = Literal["drain", "retract", "abort"]
 DEFAULT_PAUSE_MODE: PauseMode = "retract"
-"""It acts at once and ends nothing; "drain" takes as long as the longest answer."""
+""""retract" takes effect after a step and ends no request; "drain" takes as long as the longest answer."""
 Answer = TypeVar("Answer")
 
 
 class ControlRequest(Message, Generic[Answer], frozen=True, kw_only=True):
-    """Base of what an operator asks of a scheduler; generic in the message that answers it."""
+    """Base of operators' requests to a scheduler, generic in the type of the answer."""
 
 
 class PingReqInput(ControlRequest["PingReqOutput"], frozen=True, kw_only=True):
@@ -254,7 +272,7 @@ class PingReqInput(ControlRequest["PingReqOutput"], frozen=True, kw_only=True):
 
 
 class PingReqOutput(Message, frozen=True, kw_only=True):
-    """`step` counts the steps since the start: it moves while the scheduler works."""
+    """`step` is the number of steps since the start, which grows while the scheduler works."""
 
     step: int
     state: str
@@ -263,7 +281,9 @@ class PingReqOutput(Message, frozen=True, kw_only=True):
 
 
 class AbortReqInput(ControlRequest["AbortReqOutput"], frozen=True, kw_only=True):
-    """Ends requests: those named exactly by `rids` and those chosen by the bulk fields. An empty one ends nothing."""
+    """Aborts the requests named in `rids`, and those selected by the other fields. With no field set it aborts
+    nothing.
+    """
 
     rids: tuple[str, ...] = ()
     prefix: str = ""
@@ -273,14 +293,14 @@ class AbortReqInput(ControlRequest["AbortReqOutput"], frozen=True, kw_only=True)
 
 
 class AbortReqOutput(Message, frozen=True, kw_only=True):
-    """Sent after the memory is back. `not_found` holds those of the named rids that neither wait nor run."""
+    """Sent when the memory is free. `not_found` are the named rids that neither wait nor run."""
 
     aborted: tuple[str, ...]
     not_found: tuple[str, ...] = ()
 
 
 class FlushCacheReqInput(ControlRequest["FlushCacheReqOutput"], frozen=True, kw_only=True):
-    """Empties the prefix cache. While requests run: refused (code "busy"), or waits `wait_s`, or aborts them."""
+    """Empties the prefix cache. While requests run it waits up to `wait_s`, or aborts them, or is refused ("busy")."""
 
     wait_s: float = 0.0
     abort: bool = False
@@ -293,14 +313,14 @@ class FlushCacheReqOutput(Message, frozen=True, kw_only=True):
 
 
 class UpdateWeightReqInput(ControlRequest["UpdateWeightReqOutput"], frozen=True, kw_only=True):
-    """Swaps the weights for those of another checkpoint of the same model."""
+    """Swaps the weights for those of another checkpoint of the same model. `model_path` as in ServerArgs.model."""
 
     model_path: str
     load_format: Literal["auto", "safetensors", "gguf"] = "auto"
     mode: PauseMode = DEFAULT_PAUSE_MODE
     dry_run: bool = False
     decision: str = ""
-    """With several replicas: the name of the file that says whether all of them go on (runtime/decision.py)."""
+    """With several replicas: the name of the file with their common decision (runtime/decision.py)."""
 
 
 class UpdateWeightReqOutput(Message, frozen=True, kw_only=True):
@@ -311,11 +331,13 @@ class UpdateWeightReqOutput(Message, frozen=True, kw_only=True):
     seconds: float = 0.0
     paused_s: float = 0.0
     differences: tuple[str, ...] = ()
-    """For a dry run: what differs from the model, a line each; empty when the swap would be accepted."""
+    """After a dry run: the differences from the model, a line each; empty when the swap would be accepted."""
 
 
 class PauseGenerationReqInput(ControlRequest["PauseGenerationReqOutput"], frozen=True, kw_only=True):
-    """Stops steps. "drain" lets what runs end first, "retract" frees its memory and keeps it, "abort" ends it."""
+    """Pauses generation. Running requests end first ("drain"), go back to the queue ("retract") or are aborted
+    ("abort").
+    """
 
     mode: PauseMode = DEFAULT_PAUSE_MODE
 
@@ -326,7 +348,7 @@ class PauseGenerationReqOutput(Message, frozen=True, kw_only=True):
 
 
 class ContinueGenerationReqInput(ControlRequest["ContinueGenerationReqOutput"], frozen=True, kw_only=True):
-    """Ends a pause, and a drain that DrainReqInput began."""
+    """Ends a pause, and a drain begun by DrainReqInput."""
 
 
 class ContinueGenerationReqOutput(Message, frozen=True, kw_only=True):
@@ -334,7 +356,7 @@ class ContinueGenerationReqOutput(Message, frozen=True, kw_only=True):
 
 
 class DrainReqInput(ControlRequest["DrainReqOutput"], frozen=True, kw_only=True):
-    """Refuses new requests from now on. Answered at once; `running + waiting` of GetLoad tells how far it is."""
+    """Refuses new requests from now on. Answered at once; GetLoadReqInput tells how many requests are left."""
 
 
 class DrainReqOutput(Message, frozen=True, kw_only=True):
@@ -382,7 +404,7 @@ class ListRequestsReqOutput(Message, frozen=True, kw_only=True):
 
 
 class ProcessInfo(Row, frozen=True, kw_only=True):
-    """One process of the instance. `role` is "main", "scheduler" or "detokenizer"."""
+    """One process of the instance. `role` is "main", "scheduler" or "detokenizer"; `cpu_percent` 100 is one core."""
 
     role: str
     pid: int
@@ -394,11 +416,11 @@ class ProcessInfo(Row, frozen=True, kw_only=True):
     weight_bytes: int = 0
     dropped_messages: int = 0
     busy_s: float = 0.0
-    """Time in steps since the start but for waiting for the stage before."""
+    """Seconds of work in steps since the start, without waiting for the previous pipeline stage."""
     collectives: dict[str, dict[str, int]] = {}
-    """{"calls", "bytes"} by operation since the start; empty where a rank is alone."""
+    """{"calls": …, "bytes": …} by operation since the start; empty with a single rank."""
     silent_s: float = 0.0
-    """How long ago it was last heard of, where another process speaks of it."""
+    """Seconds since its last sign of life, where another process reports it."""
 
 
 class GetStatusReqInput(ControlRequest["GetStatusReqOutput"], frozen=True, kw_only=True):
@@ -406,8 +428,8 @@ class GetStatusReqInput(ControlRequest["GetStatusReqOutput"], frozen=True, kw_on
 
 
 class GetStatusReqOutput(Message, frozen=True, kw_only=True):
-    """One instance in depth. `options` are the ServerArgs in effect, without secrets; `chosen` names those of them that
-    the instance has chosen by itself.
+    """One replica in depth. `options` are the values of ServerArgs in effect; `chosen` names those that the instance
+    has chosen itself.
     """
 
     state: str
@@ -430,8 +452,8 @@ class GetStatusReqOutput(Message, frozen=True, kw_only=True):
 
 
 class SubscribeMetricsReqInput(ControlRequest["SubscribeMetricsReqOutput"], frozen=True, kw_only=True):
-    """Asks for metrics for `lease_s`, pushed to `endpoint`: the bare name, watch-…, of a socket that the caller has
-    bound in the instance's directory.
+    """Subscribes to metrics for `lease_s` seconds, pushed to `endpoint`: the file name, watch-…, of a socket that the
+    caller has bound in the instance's directory.
     """
 
     endpoint: str
@@ -446,7 +468,7 @@ class SubscribeMetricsReqOutput(Message, frozen=True, kw_only=True):
 
 
 class RpcProgress(Message, frozen=True, kw_only=True):
-    """Comes any number of times before the answer; `done` and `total` in `unit`."""
+    """May be sent any number of times before the answer. `done` and `total` are in `unit`."""
 
     stage: str
     done: float = 0.0
@@ -466,7 +488,7 @@ class RpcError(Message, frozen=True, kw_only=True):
 
 
 class Histogram(Row, frozen=True, kw_only=True):
-    """Since the start: counts[i] observations in (bounds[i - 1], bounds[i]], the last count being above all bounds."""
+    """Observations since the start: counts[i] in (bounds[i - 1], bounds[i]], the last count above all bounds."""
 
     bounds: tuple[float, ...] = ()
     counts: tuple[int, ...] = (0,)
@@ -474,7 +496,9 @@ class Histogram(Row, frozen=True, kw_only=True):
 
 
 class SchedulerMetrics(Message, frozen=True, kw_only=True):
-    """The state of one scheduler at `time` (Unix seconds). Names ending in `_total` only grow."""
+    """The state of one scheduler at `time` (Unix seconds). Fields that end in `_total` are counters, but for
+    kv_tokens_total and pages_total, the size of the pool.
+    """
 
     time: float
     dp_rank: int
@@ -495,29 +519,29 @@ class SchedulerMetrics(Message, frozen=True, kw_only=True):
     requests_total: int
     evicted_tokens_total: int
     retractions_total: int
-    """Choices put back into the queue for want of memory."""
+    """Choices put back into the queue for lack of memory."""
     asked_retractions_total: int = 0
-    """Choices put back because a pause or a swap of the weights asked for their memory."""
+    """Choices put back into the queue by a pause or a swap of the weights."""
     flushes_total: int = 0
-    """Times that the prefix cache was emptied, which an update of the weights does too."""
+    """How many times the prefix cache was emptied, updates of the weights included."""
     bad_frames_total: int = 0
     max_running: int = 0
-    """So many choices may run at once."""
+    """The most choices that may run at once."""
     step_s: float = 0.0
-    """The duration of the last step."""
+    """Seconds that the last step took."""
     in_step_s: float = 0.0
     """How long the oldest step that is under way has taken so far; 0 where none is."""
     pages_total: int = 0
     active_s: float = 0.0
-    """Time since the start with a step in some stage: of this a stage that is not busy has waited the rest."""
+    """Seconds since the start with a step in some pipeline stage. Less a rank's `busy_s` it is the rank's bubble."""
     itl: Histogram = Histogram()
-    """Seconds between the tokens of a choice, each token for itself."""
+    """Seconds between consecutive tokens of a choice."""
     processes: tuple[ProcessInfo, ...] = ()
     requests: tuple[RequestInfo, ...] = ()
 
 
 class HttpMetrics(Message, frozen=True, kw_only=True):
-    """What the front sees: outcomes by reason and the clients' latencies in seconds."""
+    """The front's metrics: choices by outcome, and latencies in seconds (metrics.py)."""
 
     time: float
     outcomes: dict[str, int]
@@ -526,7 +550,7 @@ class HttpMetrics(Message, frozen=True, kw_only=True):
     queue: Histogram
     processes: tuple[ProcessInfo, ...] = ()
     routed: dict[str, int] = {}
-    """Requests by the reason why they went to the replica that they went to."""
+    """Requests by the reason for the choice of their replica (routing.py)."""
 
 
 # ---- what may travel where -----------------------------------------------------------------------------------------
@@ -575,13 +599,13 @@ AnyMessage = (
 
 
 class RpcEnvelope(msgspec.Struct, frozen=True, kw_only=True):
-    """One RPC frame. The version is read before the body, so that another version is told so.
+    """One RPC frame. The version is read before the body, so that a mismatch can be reported.
 
-    `timeout_s` is how long the caller waits: work that cannot be answered by then is not begun.
+    `timeout_s` is how long the caller waits for the answer.
     """
 
     protocol: int
     call_id: str
     timeout_s: float
     body: bytes
-    """An encoded message: a ControlReqInput towards the scheduler, an RpcOutput back."""
+    """An encoded message: a ControlReqInput to the scheduler, an RpcOutput back."""

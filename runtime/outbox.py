@@ -109,9 +109,4 @@ def _merge(old: _R, new: _R) -> _R:
 def _join(old: Logprobs | None, new: Logprobs | None) -> Logprobs | None:
     if old is None or new is None:
         return old or new
-    return Logprobs(
-        token_logprobs=old.token_logprobs + new.token_logprobs,
-        top=new.top,
-        top_ids=old.top_ids + new.top_ids,
-        top_logprobs=old.top_logprobs + new.top_logprobs,
-    )
+    return Logprobs.joined((old, new))

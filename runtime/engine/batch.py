@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
-from llmserve.runtime.messages import SamplingParams
+from llmserve.runtime.messages import Logprobs, SamplingParams
 
 if TYPE_CHECKING:
     from llmserve.runtime.models.hub import Checkpoint
@@ -58,19 +58,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[PlanRow, ...]
 
 
-class SampledLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """float32 [k]; int32 and float32 [k, top]. One position for a drawn token, several for a prompt's."""
-
-    token_logprobs: bytes
-    top: int = 0
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
-
-
 class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     token_id: int | None = None
-    logprobs: SampledLogprobs | None = None
-    prompt_logprobs: SampledLogprobs | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     hidden: bytes = b""
     """float32 [hidden_size] where the plan asked for `pool`."""
     error: str = ""

@@ -24,7 +24,6 @@ from llmserve.runtime.distributed.groups import Topology
 from llmserve.runtime.distributed.pipeline import Pipe
 from llmserve.runtime.engine.batch import (
     RowResult,
-    SampledLogprobs,
     SampleSpec,
     StepPlan,
     StepResult,
@@ -40,7 +39,7 @@ from llmserve.runtime.engine.weights import (
     stage_weights,
 )
 from llmserve.runtime.engine.worker import TpModelWorker
-from llmserve.runtime.messages import ProcessInfo
+from llmserve.runtime.messages import Logprobs, ProcessInfo
 from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.models.registry import CausalLM
 from llmserve.runtime.ops import native
@@ -161,8 +160,8 @@ class Rank(TpModelWorker):
                 self._drawing_error = error
         return [RowResult()] * len(specs)
 
-    def _logprobs(self, logits: Tensor, targets: Tensor, top: int) -> SampledLogprobs:
-        return super()._logprobs(logits, targets, top) if self.draws else SampledLogprobs(token_logprobs=b"")
+    def _logprobs(self, logits: Tensor, targets: Tensor, top: int) -> Logprobs:
+        return super()._logprobs(logits, targets, top) if self.draws else Logprobs(token_logprobs=b"")
 
     def report(self) -> ProcessInfo:
         usage = self._meter.read()

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmserve.runtime.engine.batch import RowResult, SampledLogprobs, SampleSpec, int32_array, int32_bytes
-from llmserve.runtime.messages import SamplingParams
+from llmserve.runtime.engine.batch import RowResult, SampleSpec, int32_array, int32_bytes
+from llmserve.runtime.messages import Logprobs, SamplingParams
 from llmserve.runtime.ops import argmax, mask, native
 
 _MASK64 = (1 << 64) - 1
@@ -139,14 +139,14 @@ def _mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> SampledLogprobs:
+def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
     """Logprobs of tokens [k] under raw float32 logits [k, vocabulary], with the `top` likeliest tokens of each."""
     logprobs = logits.log_softmax(-1)
     chosen = _float32_bytes(logprobs.gather(-1, tokens[:, None]))
     if top == 0:
-        return SampledLogprobs(token_logprobs=chosen)
+        return Logprobs(token_logprobs=chosen)
     values, ids = logprobs.topk(top, -1)
-    return SampledLogprobs(
+    return Logprobs(
         token_logprobs=chosen,
         top=top,
         top_ids=int32_bytes(ids.cpu().numpy()),
@@ -154,7 +154,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> SampledLogprobs:
     )
 
 
-def _sampled_logprobs(logits: Tensor, tokens: Tensor, specs: Sequence[SampleSpec]) -> dict[int, SampledLogprobs]:
+def _sampled_logprobs(logits: Tensor, tokens: Tensor, specs: Sequence[SampleSpec]) -> dict[int, Logprobs]:
     """The logprobs of the rows that ask for them, by row: computed together, then cut to what each row asked for."""
     wanted = {i: spec.top_logprobs for i, spec in enumerate(specs) if spec.top_logprobs is not None}
     if not wanted:
@@ -162,7 +162,7 @@ def _sampled_logprobs(logits: Tensor, tokens: Tensor, specs: Sequence[SampleSpec
     index, most = torch.tensor(list(wanted), device=logits.device), max(wanted.values())
     of_all = logprobs_of(logits[index], tokens[index], most)
     return {
-        i: SampledLogprobs(
+        i: Logprobs(
             token_logprobs=of_all.token_logprobs[4 * k : 4 * (k + 1)],
             top=top,
             top_ids=of_all.top_ids[4 * most * k : 4 * (most * k + top)],

@@ -14,7 +14,6 @@ from llmserve.runtime.attention.base import AttentionBackend
 from llmserve.runtime.engine.batch import (
     PlanRow,
     RowResult,
-    SampledLogprobs,
     SampleSpec,
     StepPlan,
     StepResult,
@@ -26,6 +25,7 @@ from llmserve.runtime.engine.batch import (
 from llmserve.runtime.engine.forward import make_forward_batch
 from llmserve.runtime.engine.sampler import logprobs_of, sample
 from llmserve.runtime.engine.weights import weight_bytes
+from llmserve.runtime.messages import Logprobs
 from llmserve.runtime.models.registry import CausalLM
 
 PROMPT_LOGPROB_ROWS = 128
@@ -88,7 +88,7 @@ class TpModelWorker:
             hidden = hidden[torch.tensor(last, device=self._device)]
         return self._sample(self.model.logits(hidden), specs)
 
-    def _prompt_logprobs(self, row: PlanRow, top: int, hidden: Tensor) -> SampledLogprobs:
+    def _prompt_logprobs(self, row: PlanRow, top: int, hidden: Tensor) -> Logprobs:
         """Logprobs of the token after each one of the row; after the last one only where the plan has `next_token`."""
         following = int32_array(row.token_ids)[1:].tolist()
         if row.next_token is not None:
@@ -98,17 +98,12 @@ class TpModelWorker:
         parts = [
             self._logprobs(self.model.logits(hidden[: len(following)][span]), targets[span], top) for span in spans
         ]
-        return SampledLogprobs(
-            token_logprobs=b"".join(part.token_logprobs for part in parts),
-            top=top,
-            top_ids=b"".join(part.top_ids for part in parts),
-            top_logprobs=b"".join(part.top_logprobs for part in parts),
-        )
+        return Logprobs.joined(parts)
 
     def _sample(self, logits: Tensor, specs: list[SampleSpec]) -> list[RowResult]:
         return sample(logits, specs)
 
-    def _logprobs(self, logits: Tensor, targets: Tensor, top: int) -> SampledLogprobs:
+    def _logprobs(self, logits: Tensor, targets: Tensor, top: int) -> Logprobs:
         return logprobs_of(logits, targets, top)
 
 

@@ -1,6 +1,6 @@
-"""What the scheduler knows of a request: its choices, their tokens, and which of them wait or run.
+"""The scheduler's state of requests: their choices, the tokens of these, and which of them wait or run.
 
-No decisions here: who runs next is policy.py's, what a step's result means and when a request ends is results.py's.
+Decides nothing: policy.py decides who runs next, results.py what a result means and when a request ends.
 """
 
 from bisect import insort
@@ -10,10 +10,11 @@ from typing import NamedTuple, Protocol
 
 from llmserve.runtime.cache.kv_cache import Lease
 from llmserve.runtime.cache.radix import ELEMENT_BYTES
-from llmserve.runtime.engine.batch import PlanRow, SampledLogprobs, SampleSpec, StepHandle
+from llmserve.runtime.engine.batch import PlanRow, SampleSpec, StepHandle
 from llmserve.runtime.messages import (
     FinishReason,
     LogprobOptions,
+    Logprobs,
     SamplingParams,
     TokenizedReqInput,
 )
@@ -23,7 +24,7 @@ NO_SAMPLING = SamplingParams(max_new_tokens=0)
 
 
 class StopDecoder(Protocol):
-    """Finds stop strings in the text of the tokens that it is given (tokenizer.IncrementalDecoder)."""
+    """The part of tokenizer.IncrementalDecoder that finds stop strings in the text of tokens."""
 
     stopped: str | None
 
@@ -31,12 +32,11 @@ class StopDecoder(Protocol):
 
 
 class Request:
-    """One choice of a request, (rid, index): a sequence that is known up to one point and computed up to another.
+    """One choice of a request, (rid, index): a sequence of tokens with three marks, counted in tokens:
 
     0 <= computed <= scheduled <= known. A token is known once it is part of the sequence; scheduled once a submitted
     step computes it; computed once the result of that step has been applied, so that its KV is in its page.
-    Retraction sets computed and scheduled back, and nothing else: the request catches up again.
-    """
+    Retraction only resets computed and scheduled to 0; the request then catches up again."""
 
     __slots__ = (
         "arrival",
@@ -84,26 +84,26 @@ class Request:
         self.rid = group.rid
         self.index = index
         self.seq = seq
-        """Numbers all choices in order of arrival."""
+        """A number that orders all choices by arrival."""
         self.arrival = group.arrival
         self.namespace = ""
         self.tokens = bytearray(prompt)
         """All known tokens, the prompt's first."""
         self.prompt_len = len(prompt) // ELEMENT_BYTES
         self.limit = self.prompt_len
-        """The sequence ends when so many tokens are known."""
+        """The number of known tokens at which the sequence ends."""
         self.params = NO_SAMPLING
         self.seed = 0
         self.stop_ids: frozenset[int] = frozenset()
         self.decoder: StopDecoder | None = None
-        """Where there are stop strings."""
+        """Finds stop strings; None if there are none."""
         self.program: Future[Program] | None = None
-        """The grammar that the text must match; the request waits until it is compiled."""
+        """The grammar that the text must match; the request does not start before it is compiled."""
         self.guide: Guide | None = None
-        """Its place in the grammar, from the first token on."""
+        """Its state in the grammar, from the first sampled token on."""
         self.logprobs: LogprobOptions | None = None
         self.want_prompt_logprobs = False
-        """Whether prompt logprobs are still to be computed."""
+        """Whether prompt logprobs are wanted and not all computed yet."""
         self.stream = False
         self.skip_special_tokens = True
         self.pooling = ""
@@ -113,26 +113,26 @@ class Request:
         self.scheduled = 0
         self.computed = 0
         self.in_flight = 0
-        """Submitted steps whose results are not applied."""
+        """Submitted steps whose results have not been applied."""
         self.lease: Lease | None = None
         """Its pages, while it runs."""
         self.ending: FinishReason | None = None
-        """Set: it is to end for this reason as soon as nothing of it is in flight."""
+        """If set, it ends for this reason as soon as no step of it is in flight."""
         self.cached = 0
-        """Prompt tokens that its first start took from the prefix cache."""
+        """Prompt tokens that were taken from the prefix cache when it first started."""
         self.retractions = 0
         self.passed_by = 0
-        """So many younger ones have started while it was the first of the queue."""
+        """How many younger requests have overtaken it while it was first in the queue."""
         self.first_run: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
 
         # What has been gathered for the client and not been sent.
         self.sent = self.prompt_len
-        """Of the known tokens, these are the prompt's or have been sent."""
+        """The number of known tokens that are the prompt's or have been sent."""
         self.rows_sent = 0
-        self.new_logprobs: list[SampledLogprobs] = []
-        self.prompt_logprobs: list[SampledLogprobs] = []
+        self.new_logprobs: list[Logprobs] = []
+        self.prompt_logprobs: list[Logprobs] = []
         self.pooled: list[bytes] = []
 
     @property
@@ -141,7 +141,7 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Tokens that are known but not scheduled: what a step can do for it."""
+        """Tokens that are known but not scheduled, which a step can compute."""
         return len(self.tokens) // ELEMENT_BYTES - self.scheduled
 
     @property
@@ -150,35 +150,35 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        """Whether part of the prompt has no KV yet."""
+        """Whether part of the prompt is not computed yet."""
         return self.computed < self.prompt_len
 
     @property
     def draws(self) -> bool:
-        """Whether it generates tokens: an embedding does not, nor does a request for no tokens."""
+        """Whether it samples tokens. Embeddings and requests with max_new_tokens 0 do not."""
         return self.params.max_new_tokens > 0
 
     @property
     def ready(self) -> bool:
-        """Whether it could start now."""
+        """Whether it can start: its grammar, if any, is compiled."""
         return self.program is None or self.program.done()
 
     @property
     def queue_s(self) -> float:
-        """Seconds from the arrival to the first step that ran it; 0 if none did."""
+        """Seconds from its arrival to its first step; 0 before that."""
         return 0.0 if self.first_run is None else self.first_run - self.arrival
 
     @property
     def reusable(self) -> int:
-        """So many first tokens may be taken from the prefix cache: not the last one, as a step must compute something,
-        and none where something is wanted of every token.
+        """The number of first tokens that may be taken from the prefix cache: all but the last known one, which a step
+        must compute, and none if a result is needed for every token.
         """
         if self.want_prompt_logprobs or self.pooling == "mean":
             return 0
         return self.known - 1
 
     def row(self, start: int, length: int) -> PlanRow:
-        """The plan of its tokens [start, start + length). Its lease covers them. Raises GrammarError."""
+        """The plan row for its tokens [start, start + length), which its lease must cover. Raises GrammarError."""
         assert self.lease is not None
         end = start + length
         last = end == self.known
@@ -205,7 +205,9 @@ class Request:
         self.tokens += token.to_bytes(ELEMENT_BYTES, "little", signed=True)
 
     def forget_computed(self) -> None:
-        """After its pages are gone: everything is to be computed again, and what was gathered on the way with it."""
+        """Resets it after its pages were released: everything must be computed again, including the results gathered so
+        far.
+        """
         self.lease = None
         self.computed = self.scheduled = 0
         self.pooled.clear()
@@ -231,7 +233,7 @@ class Request:
         )
 
     def _forbidden(self) -> Collection[int]:
-        """Tokens that would end it and may not now, but for a grammar that goes on no further."""
+        """Tokens that would end it but must not yet, unless a grammar allows no other token."""
         if self.output_len < self.params.min_new_tokens:
             return self.stop_ids
         if self.params.ignore_eos and self.program is not None:
@@ -240,7 +242,7 @@ class Request:
 
 
 class Group:
-    """A request as the client sent it, and those of its choices that have not ended."""
+    """A client's request, and those of its choices that have not ended."""
 
     __slots__ = ("arrival", "message", "requests", "rid")
 
@@ -252,7 +254,7 @@ class Group:
 
 
 class Share(NamedTuple):
-    """What a step does for one request: its tokens [start, start + length) are computed."""
+    """A request's part of a step: its tokens [start, start + length) are computed."""
 
     request: Request
     start: int
@@ -260,7 +262,7 @@ class Share(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A submitted step, whose result is not applied yet."""
+    """A submitted step whose result has not been applied. `began` is on the scheduler's clock, in seconds."""
 
     shares: list[Share]
     handle: StepHandle
@@ -270,13 +272,13 @@ class Step(NamedTuple):
 class RequestTable:
     """All requests that have not ended. A running one has a lease, a waiting one has none.
 
-    Both lists are in order of arrival, so the oldest comes first and a retracted request gets its old place back.
+    Both lists are in order of arrival, the oldest first, so that a retracted request gets its old place back.
     """
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
         self.prompt_tokens = 0
-        """Of all choices that have started, and of these tokens those that came from the prefix cache."""
+        """Prompt tokens of all choices that have started. `cached_tokens`: those of them that the prefix cache held."""
         self.cached_tokens = 0
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -298,7 +300,9 @@ class RequestTable:
         self.waiting += group.requests
 
     def start(self, request: Request, lease: Lease, cached: int, now: float) -> None:
-        """Moves a waiting request to those that run, with the first `cached` tokens computed already."""
+        """Moves a waiting request to the running ones; its first `cached` tokens are computed already. `now` in
+        seconds.
+        """
         self.waiting.remove(request)
         insort(self.running, request, key=_age)
         request.lease = lease
@@ -310,7 +314,7 @@ class RequestTable:
             self.cached_tokens += cached
 
     def put_back(self, request: Request) -> None:
-        """Moves a running request, whose pages are gone, back to its place in the queue."""
+        """Moves a running request whose pages were released back to its place in the queue."""
         self.running.remove(request)
         insort(self.waiting, request, key=_age)
 

@@ -1,6 +1,6 @@
-"""What the result of a step means: tokens become known and computed, requests end, memory comes back.
+"""Applies the result of a step: tokens become known and computed, requests end, memory is released.
 
-The one place where requests end and where pages are released. It submits nothing and decides nothing about what runs.
+The only place where requests end and pages are released. It does not decide what runs.
 """
 
 import logging
@@ -15,7 +15,6 @@ from llmserve.runtime.cache.pages import IntegrityError
 from llmserve.runtime.cache.radix import ELEMENT_BYTES
 from llmserve.runtime.engine.batch import (
     RowResult,
-    SampledLogprobs,
     StepPlan,
     Worker,
     WorkerDied,
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Counters:
-    """What has happened since the start."""
+    """Counts since the start."""
 
     steps: int = 0
     requests: int = 0
@@ -54,7 +53,9 @@ class Counters:
 
 
 class Results:
-    """Rows for the clients gather in `token_rows` and `embedding_rows`; the loop sends them."""
+    """Applies results and ends requests. Rows for clients gather in `token_rows` and `embedding_rows`, which the loop
+    sends.
+    """
 
     def __init__(
         self,
@@ -67,7 +68,9 @@ class Results:
         self.token_rows: list[TokenIDRow] = []
         self.embedding_rows: list[EmbeddingRow] = []
         self.congested = False
-        """Set by the loop: rows that end nothing are held back, so that those of one request become one."""
+        """Set by the loop while the receiver is slow: only final rows are made then, so that each choice needs
+        fewer.
+        """
         self._worker = worker
         self._kv = kv
         self._table = table
@@ -76,9 +79,10 @@ class Results:
     # ---- a step's result -----------------------------------------------------------------------------------------
 
     def apply(self, step: Step, now: Callable[[], float], waiting: AbstractContextManager[None]) -> None:
-        """Waits for a submitted step, in `waiting`, and applies its result.
+        """Waits for a submitted step, within `waiting`, and applies its result.
 
-        Raises WorkerDied, and IntegrityError where pages were mixed up; all else ends only the requests it concerns.
+        Raises WorkerDied, and IntegrityError for inconsistent pages. Any other error ends only the requests that it
+        concerns.
         """
         try:
             with waiting:
@@ -106,7 +110,7 @@ class Results:
                 self.fail(share.request, f"internal error ({type(error).__name__})")
 
     def _one_at_a_time(self, shares: list[Share], error: Exception) -> tuple[RowResult, ...]:
-        """The results of a failed step, each row run alone: one that fails again, or that was alone, is an error."""
+        """Runs the rows of a failed step again, one at a time. A row that fails alone gets an error as its result."""
         results = []
         for share in shares:
             try:
@@ -147,7 +151,7 @@ class Results:
             self._draw(request, result, time)
 
     def _draw(self, request: Request, result: RowResult, time: float) -> None:
-        """A new token: it may end the request, and it may be time to tell the client."""
+        """Appends a sampled token. Ends the request if it must, else makes a row for the client if one is due."""
         token = result.token_id
         if token is None:
             raise RuntimeError("the worker drew no token")
@@ -184,7 +188,9 @@ class Results:
     # ---- ends and setbacks -----------------------------------------------------------------------------------------
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a choice, waiting or running: its last row, its pages, its place. No step may be in flight for it."""
+        """Ends a waiting or running choice: makes its last row, releases its pages, removes it. No step of it may be in
+        flight.
+        """
         if request.pooling:
             self.embedding_rows.append(self._embedding_row(request, reason))
         else:
@@ -195,7 +201,9 @@ class Results:
         log.debug("request ended rid=%s index=%d reason=%s", request.rid, request.index, reason.type)
 
     def fail(self, request: Request, message: str, status: int = 500) -> None:
-        """Ends a choice that something is wrong with. `computed` stays, so nothing unsure enters the prefix cache."""
+        """Ends a choice with an error, once no step of it is in flight. `computed` is not advanced, so that nothing
+        doubtful enters the prefix cache.
+        """
         request.ending = failure(status, message)
         # What was gathered may be what is wrong.
         request.logprobs = None
@@ -204,8 +212,8 @@ class Results:
             self.finish(request, request.ending)
 
     def retract(self, request: Request, asked: bool = False) -> None:
-        """Takes the pages of a running choice and puts it back into the queue: for want of memory, or because it was
-        `asked` for. No step may be in flight for it.
+        """Releases the pages of a running choice and puts it back into the queue, for lack of memory or because an
+        operator `asked`. No step of it may be in flight.
         """
         assert request.lease is not None
         self._kv.release(request.lease, request.tokens, request.computed)
@@ -218,10 +226,12 @@ class Results:
             self.counters.retractions += 1
 
     def refuse(self, message: TokenizedReqInput, reason: FinishReason) -> None:
-        """Ends all choices of a request that never enters the queue."""
+        """Answers all choices of a request that was refused."""
         if isinstance(message, TokenizedEmbeddingReqInput):
             self.embedding_rows += [
-                EmbeddingRow(rid=message.rid, index=i, embedding=b"", prompt_tokens=len(prompt) // 4, finish=reason)
+                EmbeddingRow(
+                    rid=message.rid, index=i, embedding=b"", prompt_tokens=len(prompt) // ELEMENT_BYTES, finish=reason
+                )
                 for i, prompt in enumerate(message.prompts)
             ]
         else:
@@ -230,7 +240,7 @@ class Results:
                     rid=message.rid,
                     index=i,
                     output_ids=b"",
-                    prompt_tokens=len(message.prompts[i // message.n]) // 4,
+                    prompt_tokens=len(message.prompts[i // message.n]) // ELEMENT_BYTES,
                     cached_tokens=0,
                     completion_tokens=0,
                     finish=reason,
@@ -239,7 +249,7 @@ class Results:
             ]
 
     def reap(self) -> bool:
-        """Ends all that is to end and has no step in flight. Whether there was any."""
+        """Ends all choices that are to end and have no step in flight. Whether there were any."""
         ending = [(request, request.ending) for request in self._table if request.ending and not request.in_flight]
         for request, reason in ending:
             self.finish(request, reason)
@@ -248,7 +258,7 @@ class Results:
     # ---- rows ------------------------------------------------------------------------------------------------------
 
     def _token_row(self, request: Request, finish: FinishReason | None) -> TokenIDRow:
-        """What the client has not been told yet."""
+        """A row with everything that the client has not got yet."""
         first = request.rows_sent == 0
         row = TokenIDRow(
             rid=request.rid,
@@ -258,7 +268,7 @@ class Results:
             cached_tokens=request.cached,
             completion_tokens=request.output_len,
             finish=finish,
-            logprobs=_joined(request.new_logprobs) if request.new_logprobs else None,
+            logprobs=Logprobs.joined(request.new_logprobs) if request.new_logprobs else None,
             prompt_logprobs=_prompt_logprobs(request) if first else None,
             stop=request.params.stop if first else (),
             min_new_tokens=request.params.min_new_tokens if first else 0,
@@ -290,26 +300,17 @@ class Results:
 
 
 def failure(status: int, message: str) -> FinishReason:
-    """The reason of a request that could not be served; `status` is the HTTP status."""
+    """The finish reason of a request that cannot be served; `status` is the HTTP status."""
     return FinishReason(type="error", status=status, message=message)
 
 
-def _joined(parts: list[SampledLogprobs]) -> Logprobs:
-    return Logprobs(
-        token_logprobs=b"".join(part.token_logprobs for part in parts),
-        top=parts[0].top,
-        top_ids=b"".join(part.top_ids for part in parts),
-        top_logprobs=b"".join(part.top_logprobs for part in parts),
-    )
-
-
 def _prompt_logprobs(request: Request) -> Logprobs | None:
-    """[prompt_len]; the first token's do not exist. None where they are not wanted, or the request ended before."""
+    """The prompt logprobs, [prompt_len], NaN for the first token. None if they are not wanted or not all computed."""
     options = request.logprobs
     if options is None or not options.prompt or request.want_prompt_logprobs:
         return None
     nan, top = np.full(1 + options.top, np.nan, dtype="<f4").tobytes(), options.top
-    missing = SampledLogprobs(
+    missing = Logprobs(
         token_logprobs=nan[:4], top=top, top_ids=np.zeros(top, dtype="<i4").tobytes(), top_logprobs=nan[4:]
     )
-    return _joined([missing, *request.prompt_logprobs])
+    return Logprobs.joined([missing, *request.prompt_logprobs])

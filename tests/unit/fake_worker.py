@@ -14,13 +14,13 @@ import numpy as np
 from llmserve.runtime.engine.batch import (
     PlanRow,
     RowResult,
-    SampledLogprobs,
     SampleSpec,
     StepPlan,
     StepResult,
     WorkerInfo,
     int32_array,
 )
+from llmserve.runtime.messages import Logprobs
 
 PRIME = 2**31 - 1
 HIDDEN = 4
@@ -159,10 +159,10 @@ class FakeWorker:
         return RowResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=prompt_logprobs, hidden=pooled)
 
 
-def fake_logprobs(tokens: Sequence[int], top: int) -> SampledLogprobs:
+def fake_logprobs(tokens: Sequence[int], top: int) -> Logprobs:
     """A token's logprob is minus its id; the alternatives are the ids 0 … top - 1."""
     ids = np.tile(np.arange(top, dtype="<i4"), (len(tokens), 1))
-    return SampledLogprobs(
+    return Logprobs(
         token_logprobs=(-np.asarray(tokens, dtype="<f4")).tobytes(),
         top=top,
         top_ids=ids.tobytes(),

@@ -17,9 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from llmserve.runtime.engine.batch import SampledLogprobs, SampleSpec, int32_bytes
+from llmserve.runtime.engine.batch import SampleSpec, int32_bytes
 from llmserve.runtime.engine.sampler import adjust, draw, sample, uniform
-from llmserve.runtime.messages import SamplingParams
+from llmserve.runtime.messages import Logprobs, SamplingParams
 from llmserve.runtime.ops import native
 
 VOCAB = 50
@@ -236,7 +236,7 @@ def test_logprobs_are_those_of_the_model_whatever_bends_the_choice() -> None:
 def test_logprobs_come_only_when_asked() -> None:
     rows = sample(random_logits(2), [spec(), spec(top_logprobs=0)])
     assert rows[0].logprobs is None
-    assert isinstance(rows[1].logprobs, SampledLogprobs)
+    assert isinstance(rows[1].logprobs, Logprobs)
     assert (rows[1].logprobs.top, rows[1].logprobs.top_ids) == (0, b"")
 
 
