@@ -1,7 +1,7 @@
-"""What an operator may ask of the scheduler: one method a verb, found by the type of its message.
+"""The verbs that operators can call on a scheduler: one method each, dispatched by the type of its message.
 
-How calls come and go is rpc.py's. A verb that takes time first yields progress, so that it is not begun for a caller
-who has left, and puts things back when it is closed before its end.
+Receiving calls and sending answers is in rpc.py. A verb that takes time is a generator. It first yields progress, so
+that it does not begin for a caller that has left, and undoes its changes when it is closed before its end.
 """
 
 import logging
@@ -45,7 +45,7 @@ from llmserve.runtime.watchers import Watchers
 log = logging.getLogger(__name__)
 
 
-class Control:
+class Verbs:
     """The verbs of one scheduler. `forward` passes a metrics lease on to the other processes."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Control:
         self._watchers = watchers
         self._forward = forward
         self._at_work = ""
-        """The verb that changes more than requests, of which there may be one at a time."""
+        """The verb under way that changes the whole scheduler; only one such verb may be under way."""
         self._verbs: dict[type[Message], Callable[..., Message | Work]] = {
             PingReqInput: self.ping,
             AbortReqInput: self.abort,
@@ -76,7 +76,7 @@ class Control:
         }
 
     def start(self, request: ControlReqInput) -> Message | Work:
-        """Begins a verb: the answer, or the work that will give it. Raises Refusal."""
+        """Starts a verb. Returns its answer, or the work that will return it. Raises Refusal."""
         return self._verbs[type(request)](request)
 
     # ---- verbs that answer at once -----------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Control:
         )
 
     def drain(self, request: DrainReqInput) -> DrainReqOutput:
-        """Refused while paused: what is here could not end, and its clients would wait for ever."""
+        """Refused while paused, because requests could not end and their clients would wait for ever."""
         if self._scheduler.pause_mode is not None and self._at_work:
             raise Refusal("busy", f"{self._at_work} is under way")
         if self._scheduler.pause_mode is not None:
@@ -152,7 +152,7 @@ class Control:
     # ---- verbs that take time ----------------------------------------------------------------------------------------
 
     def abort(self, request: AbortReqInput) -> Work:
-        """Answers when the memory is back."""
+        """Answers when the memory of the aborted requests is free."""
         yield RpcProgress(stage="aborting")
         aborted, not_found, groups = self._mark(request)
         yield from self._until_gone(groups)
@@ -182,9 +182,9 @@ class Control:
             )
 
     def pause_generation(self, request: PauseGenerationReqInput) -> Work:
-        """Answers when nothing runs and no request holds memory; if it is closed before, nothing has changed.
+        """Answers when nothing runs and no request holds memory. Closed before that, it restores the previous state.
 
-        Refused during a drain, whose requests are to end.
+        Refused during a drain, whose requests must be able to end.
         """
         scheduler = self._scheduler
         if scheduler.intake.draining:
@@ -217,7 +217,7 @@ class Control:
 
     @contextmanager
     def _alone(self, verb: str) -> Iterator[None]:
-        """Refuses a second verb that changes the whole scheduler while one is at work."""
+        """Marks a verb that changes the whole scheduler as under way. Raises Refusal while there is another."""
         if self._at_work:
             raise Refusal("busy", f"{self._at_work} is under way already")
         self._at_work = verb
@@ -227,7 +227,9 @@ class Control:
             self._at_work = ""
 
     def _abort_everything(self, message: str) -> Generator[RpcProgress, None, tuple[str, ...]]:
-        """Ends all requests; those that come meanwhile wait, so that it is quiet then. Returns the rids."""
+        """Aborts all requests and returns their rids. Requests that arrive meanwhile wait, so that the scheduler is
+        quiet afterwards.
+        """
         scheduler = self._scheduler
         scheduler.admitting = False
         try:
@@ -238,7 +240,7 @@ class Control:
         return aborted
 
     def _mark(self, request: AbortReqInput) -> tuple[tuple[str, ...], tuple[str, ...], list[Group]]:
-        """Marks requests for abortion: the rids that end, those not found, and what is gone when it is done."""
+        """Marks requests for abortion; returns the rids that will end, those not found, and the groups to wait for."""
         aborted, not_found = self._scheduler.abort(request)
         return tuple(aborted), tuple(not_found), [self._scheduler.table.groups[rid] for rid in aborted]
 

@@ -1,7 +1,7 @@
-"""The scheduler's loop: messages in, a step planned and submitted, its result applied, rows out.
+"""The scheduler's loop: receives messages, plans and submits a step, applies its result, and sends rows.
 
-It decides when things happen. Who runs is policy.py's, what a result means is results.py's, what an operator may ask is
-control.py's; the sockets are given to it (process.py). While a step takes long, standin.py acts for it.
+It decides when things happen. policy.py decides who runs, results.py what a result means, control.py what operators'
+calls do; process.py provides the sockets. During a long step, standin.py takes over what does not need the worker.
 """
 
 import logging
@@ -46,8 +46,8 @@ class Inbox(Protocol):
     def recv(self) -> Message | None: ...
 
 
-class Outbox(Protocol):
-    """A wire.Push: never blocks, keeps the order, loses nothing that is sent."""
+class Sender(Protocol):
+    """The part of wire.Push that the loop uses."""
 
     @property
     def congested(self) -> bool: ...
@@ -60,27 +60,27 @@ class Outbox(Protocol):
     def flush(self) -> bool: ...
 
 
-class Control(Protocol):
-    """The operators' verbs (control.py)."""
+class ControlChannel(Protocol):
+    """Where operators' calls come from, and their answers go (rpc.RpcServer)."""
 
     @property
     def pending(self) -> bool:
-        """Whether a verb is at work, so that `poll` must be called soon."""
+        """Whether a verb is under way, so that `poll` must be called again soon."""
 
     def handle(self, message: ControlReqInput) -> None:
         """A control message that came through the pipeline."""
 
     def poll(self, holds_up: bool = True) -> bool:
-        """Called once a turn: reads new calls and answers those that can be answered now. Whether there were any.
+        """Called once per turn: reads new calls, and answers those that can be answered now. Whether there were any.
 
-        It takes little time where it holds up requests that run.
+        `holds_up`: running requests wait for this call, so it is kept short.
         """
 
 
 class Scheduler:
-    """One replica's scheduler. At most `depth` steps are in flight: one a pipeline stage.
+    """One replica's scheduler. At most `depth` steps are in flight, one per pipeline stage.
 
-    Nothing here assumes that a scheduled token is known before results.apply has said so.
+    Nothing here assumes that a scheduled token is known before results.apply has added it.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Scheduler:
         make_decoder: MakeStopDecoder,
         guides: Guides,
         inbox: Inbox,
-        tokens: Outbox,
-        embeddings: Outbox,
+        tokens: Sender,
+        embeddings: Sender,
         offer_metrics: Callable[[SchedulerMetrics], object],
         *,
         dp_rank: int = 0,
@@ -109,12 +109,12 @@ class Scheduler:
         self.intake = Intake(args, info, self.table, make_decoder, guides)
         self.policy = Policy(args, self.kv, self.table, self.results.retract, depth)
         self.snapshots = Snapshots(self, dp_rank)
-        self.control: Control | None = None
+        self.control: ControlChannel | None = None
         self.waiting: AbstractContextManager[None] = nullcontext()
-        """Entered while it waits for the worker: meanwhile another thread may call `stand_in`."""
+        """Entered while the loop waits for the worker; within it another thread may call `stand_in`."""
         self.pause_mode: PauseMode | None = None
         self.admitting = True
-        """While it is not, nothing that waits starts."""
+        """If not, no waiting request is started."""
         self.weight_version = 1
         self._inbox = inbox
         self._tokens = tokens
@@ -123,7 +123,7 @@ class Scheduler:
         self._depth = depth
         self._in_flight: deque[Step] = deque()
         self._submitting: float | None = None
-        """Since when the worker takes a step, which may be until it has computed it."""
+        """When the current call of worker.submit began, which may last until the step is computed."""
         self._metrics_due = 0.0
         self._told_state = ""
         self._working = False
@@ -132,9 +132,8 @@ class Scheduler:
     # ---- turns ---------------------------------------------------------------------------------------------------
 
     def run(self, wait: Callable[[float], None]) -> None:
-        """Serves for ever. `wait(timeout_s)` returns when the inbox or an operator's socket may have something.
-
-        Raises WorkerDied.
+        """Runs turns for ever. `wait(timeout_s)` returns when the inbox or the RPC socket may have something. Raises
+        WorkerDied.
         """
         while True:
             if not self.turn():
@@ -142,7 +141,7 @@ class Scheduler:
                 wait(PENDING_WAIT_S if self.guides.poll() or pending else HEARTBEAT_S)
 
     def turn(self) -> bool:
-        """One turn; at most one step is begun in it. Whether anything happened: if not, the caller may wait."""
+        """Runs one turn, which begins at most one step. Whether anything happened; if not, the caller may wait."""
         received = self._receive()
         called = self.control is not None and self.control.poll()
         ended = self._end_what_must()
@@ -154,9 +153,9 @@ class Scheduler:
         return received or called or ended or submitted or expired or applied
 
     def stand_in(self) -> None:
-        """What a turn does but for steps: called in its place while one takes long, by who holds `waiting`'s lock.
+        """Does what a turn does apart from steps. Called instead of turns during a long step, within `waiting`.
 
-        Requests in the step keep what they have, as something of them is in flight; the others may end.
+        Requests in the step are left alone, because part of them is in flight; others may end.
         """
         self._receive()
         if self.control is not None:
@@ -196,7 +195,7 @@ class Scheduler:
             self.results.refuse(message, reason)
 
     def _end_what_must(self) -> bool:
-        """Reaps what was aborted, and carries out a pause that takes the memory away."""
+        """Ends aborted requests, and retracts running ones for a pause with mode "retract"."""
         reaped = self.results.reap()
         if self.pause_mode == "retract" and not self._in_flight:
             for request in tuple(self.table.running):
@@ -205,7 +204,7 @@ class Scheduler:
         return reaped
 
     def _submit(self) -> bool:
-        """Plans the next step and hands it to the worker. False when there is nothing to run now."""
+        """Plans the next step and submits it to the worker. False when there is nothing to run now."""
         if self.pause_mode == "retract" or len(self._in_flight) >= self._depth or not len(self.table):
             return False
         began = self.now()
@@ -227,7 +226,7 @@ class Scheduler:
         return True
 
     def _rows(self, shares: list[Share]) -> Iterator[PlanRow]:
-        """The plan's rows. A request whose row cannot be made ends with an error, and its share is taken out."""
+        """The rows of the plan. A request whose row cannot be made ends with an error, and its share is removed."""
         for share in tuple(shares):
             request, start, length = share
             try:
@@ -241,7 +240,7 @@ class Scheduler:
                 self.results.fail(request, f"internal error ({type(error).__name__})")
 
     def _expire(self) -> bool:
-        """Ends what has waited too long and could not start now either."""
+        """Ends requests that have waited for their first step longer than --queue-timeout."""
         timeout_s = self.args.queue_timeout
         came_before = self.now() - timeout_s
         expired = False
@@ -254,7 +253,7 @@ class Scheduler:
         return expired and self.results.reap()
 
     def _apply(self, wait: bool) -> bool:
-        """Applies the oldest step, if it is done or if `wait`."""
+        """Applies the result of the oldest step in flight, if it is done or `wait` is set."""
         if not self._in_flight or not (wait or self._in_flight[0].handle.done()):
             return False
         step = self._in_flight[0]
@@ -277,9 +276,9 @@ class Scheduler:
             self._embeddings.flush()
 
     def _report(self) -> None:
-        """Offers metrics: now and then, when the work ends, and when the state changes.
+        """Offers metrics at intervals, when the work ends and when the state changes.
 
-        A second after the work has ended it looks whether all is in order.
+        A second after the work has ended it checks the integrity of the cache.
         """
         now = self.now()
         worked, self._working = self._working, len(self.table) > 0
@@ -295,7 +294,7 @@ class Scheduler:
             self._offer_metrics(self.snapshots.metrics())
 
     def _check_integrity(self) -> None:
-        """With no request left every page must be free or the tree's. If not, the cache begins anew: nobody uses it."""
+        """With no request left, every page must be free or in the prefix tree. If not, logs it and resets the cache."""
         try:
             self.kv.check_integrity([])
         except IntegrityError:
@@ -312,7 +311,7 @@ class Scheduler:
 
     @property
     def in_step_s(self) -> float:
-        """How long the oldest step that is under way has taken so far; 0 where none is."""
+        """Seconds since the oldest step under way began; 0 if there is none."""
         began = self._in_flight[0].began if self._in_flight else self._submitting
         return 0.0 if began is None else self.now() - began
 
@@ -322,9 +321,9 @@ class Scheduler:
         return not self.table.running and not self._in_flight
 
     def abort(self, message: AbortReqInput) -> tuple[list[str], list[str]]:
-        """Marks requests for abortion: (the rids that will end, the named ones that are not here).
+        """Marks requests for abortion. Returns the rids that will end, and the named ones that do not exist.
 
-        They are gone, and their memory is back, when their rids are no longer in `table.groups`.
+        They have ended, and their memory is free, when their rids are no longer in `table.groups`.
         """
         groups, now = self.table.groups, self.now()
         chosen = [rid for rid in dict.fromkeys(message.rids) if rid in groups]
@@ -339,7 +338,7 @@ class Scheduler:
         return aborted, not_found
 
     def pause(self, mode: PauseMode) -> int:
-        """Stops steps; in effect when `quiet`. Returns how many choices are retracted or aborted by it."""
+        """Pauses generation; in effect once `quiet`. Returns the number of choices that it retracts or aborts."""
         self.pause_mode = mode
         if mode == "abort":
             begun = [request for request in self.table if request.first_run is not None]
@@ -348,7 +347,7 @@ class Scheduler:
         return len(self.table.running) if mode == "retract" else 0
 
     def resume(self) -> int:
-        """Ends a pause and a drain. Returns how many choices go on or may start now."""
+        """Ends a pause and a drain. Returns the number of choices that run or wait."""
         self.pause_mode = None
         self.intake.draining = False
         return len(self.table)
@@ -358,7 +357,7 @@ class Scheduler:
         self.intake.draining = True
 
     def flush(self) -> int:
-        """Empties the prefix cache, except what running requests use. Returns the number of pages freed."""
+        """Empties the prefix cache except for pages that running requests use. Returns the number of pages freed."""
         self._metrics_due = 0.0  # the front routes by what it believes to be cached
         return self.kv.flush()
 

@@ -1,6 +1,6 @@
-"""The scheduler process: it makes the worker and the sockets, says that it is ready, and runs the loop.
+"""The scheduler process: makes the worker and the sockets, reports that it is ready, and runs the loop.
 
-Where several ranks hold the model this is the first of them; the others, which run this module too, follow it.
+With several ranks, each is a process that runs this module; rank 0 schedules and the others follow it.
 """
 
 # ruff: noqa: E402
@@ -35,7 +35,7 @@ from llmserve.runtime.engine.runner import choose_device, create_rank, create_wo
 from llmserve.runtime.engine.shared_source import same_everywhere
 from llmserve.runtime.messages import SchedulerInput, SchedulerMetrics
 from llmserve.runtime.ranks import Place, places, rank_name, ranks_per_node, rendezvous
-from llmserve.runtime.scheduler.control import Control
+from llmserve.runtime.scheduler.control import Verbs
 from llmserve.runtime.scheduler.guides import Guides, vocabulary_of
 from llmserve.runtime.scheduler.loop import Scheduler
 from llmserve.runtime.scheduler.rpc import RpcServer
@@ -47,16 +47,18 @@ from llmserve.runtime.wire import Poller, Pull, Push, Router
 log = logging.getLogger(__name__)
 
 SHARED_OPTIONS = ("tp_size", "pp_size", "nnodes", "dtype", "page_size", "max_total_tokens", "max_model_len")
-"""In which all nodes must agree."""
+"""Options that must be the same on all nodes."""
 NO_TIMEOUT_S = 86_400.0
 LOST_GRACE_S = 3.0
-"""The main process sees at once which of its ranks has died, and ends the others."""
+"""How long a rank waits before it reports the loss of another one: on the same node the main process notices at once
+which one has died.
+"""
 DISMISSAL_GRACE_S = 0.5
-"""A rank of another node may have ended on purpose, and its word be on the way."""
+"""The same for a rank on another node, which may have ended on purpose and announced it."""
 
 
 def run(init: ChildInit, report: Reporter) -> None:
-    """Serves until the process is ended. Raises ConfigError for options that do not fit, and WorkerDied."""
+    """Serves until the process is ended. Raises ConfigError for options that cannot be used here, and WorkerDied."""
     args = init.args
     index = places(args).index(Place(init.dp_rank, init.pp_rank, init.tp_rank))
     try:
@@ -72,7 +74,7 @@ def run(init: ChildInit, report: Reporter) -> None:
 
 
 def run_rank(init: ChildInit, report: Reporter, index: int) -> None:
-    """One of several ranks: serves on the first, follows on the others. `index` is its number on this machine."""
+    """Runs one of several ranks: rank 0 serves, the others follow. `index` is its number on this machine."""
     args = init.args
     topology = Topology()
     try:
@@ -89,7 +91,7 @@ def run_rank(init: ChildInit, report: Reporter, index: int) -> None:
 
 
 def end_lost(init: ChildInit, report: Reporter, topology: Topology, reason: str) -> NoReturn:
-    """Ends a rank that has lost another one, which it names where it lies on another node."""
+    """Ends this rank after it has lost another one. The report names lost ranks on other nodes."""
     args = init.args
     gone = find_gone(topology.control) if args.nnodes > 1 else []
     if gone:
@@ -103,7 +105,9 @@ def end_lost(init: ChildInit, report: Reporter, topology: Topology, reason: str)
 
 
 def join(init: ChildInit, report: Reporter, device: torch.device) -> Topology:
-    """This rank's groups. From here on the ranks of other nodes know when the first one ends on purpose."""
+    """Joins the groups of this rank. From then on, ranks on other nodes notice when rank 0 ends on purpose. Raises
+    ConfigError when they cannot meet, or when the nodes have different options or models.
+    """
     args = init.args
     rank = init.pp_rank * args.tp_size + init.tp_rank
     where = rendezvous(args, init.directory, init.dp_rank)
@@ -131,7 +135,7 @@ def join(init: ChildInit, report: Reporter, device: torch.device) -> Topology:
 
 
 def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:
-    """The scheduler of `worker`: sockets, readiness, the loop."""
+    """Runs the scheduler of `worker`: makes its sockets, reports that it is ready, and runs the loop."""
     ports = init.ports
     tokenizer = Tokenizer.load(init.checkpoint.tokenizer_dir)
     inbox = Pull(ports.scheduler_input_ipc_name, SchedulerInput)
@@ -165,10 +169,10 @@ def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:
         scheduler.snapshots.ranks = worker.all_reports
         scheduler.snapshots.active_s = lambda: worker.active_s
     # A lease travels down the pipeline: the detokenizer passes it on to the front, which has metrics too.
-    control = Control(scheduler, init.checkpoint.path, watchers, forward=tokens.send)
+    verbs = Verbs(scheduler, init.checkpoint.path, watchers, forward=tokens.send)
     scheduler.control = RpcServer(
         router,
-        control.start,
+        verbs.start,
         reply=text.send,
         busy=lambda: not scheduler.quiet,
         in_step_s=lambda: scheduler.in_step_s,

@@ -16,7 +16,7 @@ from llmserve.runtime.messages import (
     RpcOutput,
     RpcProgress,
 )
-from llmserve.runtime.scheduler.control import Control
+from llmserve.runtime.scheduler.control import Verbs
 from llmserve.runtime.scheduler.rpc import RpcServer
 from llmserve.runtime.watchers import Watchers
 from llmserve.runtime.wire import decode, encode
@@ -51,7 +51,7 @@ class Operated(Harness):
         self.replies: list[Message] = []
         self.forwarded: list[Message] = []
         self.watchers = Watchers(directory, now=lambda: self.clock)
-        self.control = Control(self.scheduler, "/models/fake", self.watchers, self.forwarded.append)
+        self.control = Verbs(self.scheduler, "/models/fake", self.watchers, self.forwarded.append)
         self.scheduler.control = self.server = RpcServer(
             self.transport,
             self.control.start,
