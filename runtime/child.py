@@ -1,9 +1,9 @@
-"""The child's side of a process: `python -m llmserve.runtime.child ROLE MODULE INSTANCE` runs MODULE.run(init, report).
+"""The child's side of a child process: `python -m llmserve.runtime.child ROLE MODULE INSTANCE` runs MODULE.run(init,
+report).
 
-Owns what every child does whatever its role: it takes its orders from the main process and never outlives it.
-stdin carries one line, the ChildInit, and perhaps a DISMISSAL; its end means that the main process is gone or wants us
-gone.
-stdout carries status lines. The main process's side is processes.py.
+Does what all children have in common: it receives its ChildInit from the main process and never outlives it. stdin
+carries one line, the ChildInit, and possibly a DISMISSAL; its end means that the main process is gone, or wants this
+process to end. stdout carries status lines. The main process's side is in processes.py.
 """
 
 import ctypes
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 
 CONFIG_EXIT_CODE = 78
 DISMISSAL = b"dismissed\n"
-"""Before the end of stdin: the main process ends this one on purpose, and waits a moment for its farewell."""
+"""Sent before the end of stdin when the main process ends this one on purpose, and waits a moment for its farewell."""
 PR_SET_NAME = 15
 PR_SET_PDEATHSIG = 1
 STACKS_SIGNAL = signal.SIGUSR1
-"""A process that receives it writes the stacks of its threads to its stderr, even while it is stuck in native code."""
+"""Makes a process write the stacks of its threads to stderr, even while it is stuck in native code."""
 
 
 class ChildInit(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a child is told. It holds no secrets: children neither need nor get them."""
+    """Everything that a child is told. It holds no secrets: children neither need nor get them."""
 
     role: str
     args: ServerArgs
     ports: PortArgs
     directory: str
-    """The instance's directory, where its sockets lie."""
+    """The instance's directory, with its sockets."""
     checkpoint: Checkpoint
     tp_rank: int = 0
     pp_rank: int = 0
@@ -65,13 +65,13 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The child serves; `facts` are what the user may like to know (sizes, choices made)."""
+    """The child is ready; `facts` are sizes and choices that the main process uses or shows."""
 
     facts: dict[str, Fact]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Why the child ends. `exit_code` is what the launch should exit with."""
+    """Why the child ends. `exit_code` is the exit status for the launch."""
 
     message: str
     exit_code: int = 1
@@ -81,12 +81,14 @@ Status = Progress | Ready | Failed
 
 
 class Reporter:
-    """Writes status lines to the main process. A main process that is gone is no error: the child ends soon anyway."""
+    """Writes status lines to the main process. It is not an error when that is gone: the child then ends soon
+    anyway.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self.farewell: Callable[[], None] = lambda: None
-        """What is still to be done, in a thread of its own, when the main process dismisses this one."""
+        """Called, in a thread of its own, when the main process dismisses this one, before the end."""
 
     def progress(self, stage: str, done: float, total: float, unit: str) -> None:
         self._write(Progress(stage, done, total, unit))
@@ -139,8 +141,10 @@ def main() -> int:
 
 
 def imported(module: str) -> ModuleType:
-    """A module, with all that it imports left to itself by the garbage collector: torch brings a million objects, which
-    it would look through while they are made, a fifth of a start, and later in the middle of a step, for 0.15 s.
+    """Imports a module with the garbage collector off, and excludes what was imported from later collections.
+
+    torch makes a million objects: collecting during the import takes a fifth of a start, and one collection later, in
+    the middle of a step, 0.15 s.
     """
     gc.disable()
     try:
@@ -151,7 +155,9 @@ def imported(module: str) -> ModuleType:
 
 
 def take_standard_streams() -> tuple[BinaryIO, Reporter]:
-    """Moves the two pipes off stdin and stdout, where a library's print would corrupt them; stdout becomes stderr."""
+    """Moves the two pipes away from stdin and stdout, where a library's print would corrupt them, and makes stdout
+    stderr.
+    """
     orders = os.fdopen(os.dup(0), "rb")
     report = Reporter(os.fdopen(os.dup(1), "wb"))
     null = os.open(os.devnull, os.O_RDONLY)
@@ -162,7 +168,7 @@ def take_standard_streams() -> tuple[BinaryIO, Reporter]:
 
 
 def watch_parent(orders: BinaryIO, first_line: "SimpleQueue[bytes]", report: Reporter) -> None:
-    """Hands over the first line of `orders`, then waits for its end and kills this process and what it started."""
+    """Passes on the first line of `orders`, then waits for its end, and kills this process and its descendants."""
     line = orders.readline()
     if line:
         first_line.put(line)

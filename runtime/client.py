@@ -1,7 +1,7 @@
-"""The RPC client: asks a running instance's scheduler, blocking (RpcClient) or on asyncio (AsyncRpcClient).
+"""The RPC client of a running instance's scheduler: blocking (RpcClient), or for asyncio (AsyncRpcClient).
 
-Both are thin drivers of one Call, which knows ids, deadlines, versions and errors and nothing of sockets. What the
-verbs do is in scheduler/control.py.
+Both drive a Call, which handles ids, deadlines, versions and errors and knows no sockets. The verbs are in
+scheduler/control.py.
 """
 
 import contextlib
@@ -27,9 +27,11 @@ from llmserve.runtime.wire import Dealer, WireError, decode, encode
 
 DEFAULT_TIMEOUT_S = 10.0
 LAST_WORD_S = 1.0
-"""A scheduler that has sent progress has so long after the deadline to say what was not done in time, and why."""
+"""A scheduler that has sent progress may answer so long after the deadline, to say what was not done in time, and
+why.
+"""
 PROBE_S = 0.5
-"""After so long a silence the server's socket is tried, so that its death is noticed before the deadline."""
+"""After so long without an answer the server's socket is probed, so that its death is noticed before the deadline."""
 
 EXIT_CODES: dict[ErrorCode, int] = {
     "failed": 1,
@@ -47,7 +49,7 @@ OnProgress = Callable[[RpcProgress], None]
 
 
 class RpcCallError(Exception):
-    """A call failed: the server said so, or did not answer. `exit_code` is the command's exit status."""
+    """A call failed: the server answered with an error, or not at all. `exit_code` is the exit status for a command."""
 
     def __init__(self, code: ErrorCode, message: str):
         super().__init__(message)
@@ -57,9 +59,9 @@ class RpcCallError(Exception):
 
 
 class Call(Generic[AnswerT]):
-    """One call without its socket: send `envelope`, then give what comes to `take` until it returns the answer.
+    """One call, without its socket: send `envelope`, then pass what is received to `take` until it returns the answer.
 
-    `take(None)` says that nothing came within `patience_s`.
+    `take(None)` means that nothing was received within `patience_s` seconds.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Call(Generic[AnswerT]):
         return max(0.0, min(PROBE_S, self._deadline - time.monotonic()))
 
     def take(self, envelope: RpcEnvelope | None) -> AnswerT | None:
-        """The answer, None when it has not come yet. Raises RpcCallError."""
+        """The answer; None when it has not come yet. Raises RpcCallError."""
         if envelope is not None and envelope.call_id == self.envelope.call_id:
             return self._open(envelope)
         if envelope is None:
@@ -90,7 +92,9 @@ class Call(Generic[AnswerT]):
         return None
 
     def _late(self, message: str) -> RpcCallError:
-        """The error of a call that has timed out. It names a process of the instance that is stopped, if one is."""
+        """The error of a call that has timed out. It names a process of the instance that is stopped (SIGSTOP), if
+        any.
+        """
         stopped = stopped_process(Path(self._address.removeprefix("ipc://")).parent)
         return RpcCallError("timeout", f"{message} ({stopped})" if stopped else message)
 
@@ -123,10 +127,10 @@ class Call(Generic[AnswerT]):
 
 
 class _Client:
-    """The address, and a socket for each call that is under way; sockets of ended calls are kept for the next."""
+    """An address, and a socket for each call under way; the sockets of finished calls are used again."""
 
     def __init__(self, target: str | InstanceRecord, timeout_s: float = DEFAULT_TIMEOUT_S):
-        """`target` is a ZeroMQ address, or an instance: then it is that of its first replica."""
+        """`target` is a ZeroMQ address, or an instance, which stands for the address of its first replica."""
         self.address = target if isinstance(target, str) else rpc_address(target)
         self.timeout_s = timeout_s
         self._idle: list[Dealer] = []
@@ -155,7 +159,7 @@ class _Client:
 
 
 class RpcClient(_Client):
-    """Calls from blocking code; one call at a time."""
+    """For blocking code; one call at a time."""
 
     def call(
         self,
@@ -177,7 +181,7 @@ class RpcClient(_Client):
 
 
 class AsyncRpcClient(_Client):
-    """Calls from asyncio code; any number at a time. To cancel a call's task is to leave the call."""
+    """For asyncio code; any number of calls at a time. Cancelling the task of a call cancels the call."""
 
     async def call(
         self,

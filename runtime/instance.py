@@ -1,7 +1,7 @@
-"""The registry of instances: one private directory each, under one private root, with its lock and its record.
+"""The registry of instances: a private directory for each, with its lock and its record, under one private root.
 
-It owns what lies in them and who may use it; sockets, processes and their ends are others'. Imports neither torch nor
-zmq: the command line reads it.
+It owns these directories and who may use them, but not the sockets in them or the processes. Imports neither torch nor
+zmq, because the command line imports it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ CHILD_MODULE = "llmserve.runtime.child"
 
 
 class InstanceError(Exception):
-    """An instance cannot be found, taken or trusted. `exit_code` is the command's exit status."""
+    """An instance cannot be found, acquired or trusted. `exit_code` is the exit status for a command."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
@@ -36,12 +36,12 @@ class InstanceError(Exception):
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance says of itself to the commands; a JSON file in its directory. `created` is in Unix seconds."""
+    """What an instance publishes for the commands: a JSON file in its directory. `created` is in Unix seconds."""
 
     name: str
     pid: int = 0
     start_time: int = 0
-    """Of the process `pid`, in clock ticks since the boot: with it a reused pid is told from the instance."""
+    """Start time of the process `pid` in clock ticks since the boot, by which a reused pid is recognized."""
     host: str = ""
     port: int = 0
     model: str = ""
@@ -53,9 +53,9 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     log_path: str = ""
     children: tuple[int, ...] = ()
     rpc_addresses: tuple[str, ...] = ()
-    """One a replica."""
+    """The RPC socket of each live replica."""
     lost_replicas: tuple[int, ...] = ()
-    """The dp_ranks of those that have died; the others serve on."""
+    """The dp_ranks of replicas that have died while others serve on."""
 
     @property
     def alive(self) -> bool:
@@ -63,7 +63,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stopped(self) -> str:
-        """Which of its processes is stopped (SIGSTOP, a debugger), in words; empty when none is."""
+        """A description of the first of its processes that is stopped (SIGSTOP, a debugger); empty if none is."""
         for pid in (self.pid, *self.children):
             if _stat(pid)[:1] in (["T"], ["t"]):
                 role = "main" if pid == self.pid else child_role(pid) or "child"
@@ -76,7 +76,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Instance:
-    """A name taken by this process, until `release`. Made by `acquire`."""
+    """An instance name that this process holds until `release`. Made by `acquire`."""
 
     def __init__(self, record: InstanceRecord, directory: Path, lock: int):
         self.record = record
@@ -88,7 +88,7 @@ class Instance:
     def update(self, **fields: object) -> None:
         """Publishes the record with some fields changed.
 
-        The instance goes on where it cannot: a disk is full, or a login session's end has removed $XDG_RUNTIME_DIR.
+        A failure is only logged: the disk may be full, or the end of a login session may have removed $XDG_RUNTIME_DIR.
         """
         self.record = msgspec.structs.replace(self.record, **fields)
         try:
@@ -102,7 +102,9 @@ class Instance:
         draft.replace(self.directory / RECORD)  # at once: a reader sees the old record or the new one
 
     def release(self) -> None:
-        """Removes the directory with all that is in it and frees the name. Safe to repeat; not a fork's to do."""
+        """Removes the directory with its contents and frees the name. Safe to repeat; does nothing in a forked
+        process.
+        """
         if self._lock < 0 or os.getpid() != self._owner:
             return
         with _locked_root() as root:
@@ -112,9 +114,9 @@ class Instance:
 
 
 def runtime_root() -> Path:
-    """$XDG_RUNTIME_DIR/llmserve, or a directory of this user under the temporary one; made if missing.
+    """$XDG_RUNTIME_DIR/llmserve, else a directory of this user in the temporary directory; made if missing.
 
-    Raises InstanceError (exit 77) when it is not ours alone.
+    Raises InstanceError (exit 77) when it is not private to this user.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and os.path.isdir(runtime):
@@ -128,10 +130,11 @@ def runtime_root() -> Path:
 
 
 def acquire(name: str) -> Instance:
-    """Takes a name for this process: its directory exists, empty but for the record, and its lock is held.
+    """Acquires a name for this process: makes its directory, which holds only the record and the lock, and takes the
+    lock.
 
-    What a dead instance left under the name is removed. Raises InstanceError when the name is taken, the directory is
-    not ours alone, or its path is too long for a socket; ConfigError when the name is not one.
+    Removes what a dead instance has left under the name. Raises InstanceError when the name is in use, the directory is
+    not private to this user, or its path is too long for a socket; ConfigError for an invalid name.
     """
     from importlib.metadata import version  # these are slow to import, and the commands do not need them
 
@@ -165,13 +168,15 @@ def acquire(name: str) -> Instance:
 
 
 def stopped_process(directory: Path) -> str:
-    """Which process of the instance in `directory` is stopped, as `InstanceRecord.stopped` says it."""
+    """As `InstanceRecord.stopped`, for the instance in `directory`."""
     record = _read(directory)
     return record.stopped if record is not None else ""
 
 
 def list_instances() -> list[InstanceRecord]:
-    """The records of all instances, by name; those of dead ones that left theirs behind are not `alive`."""
+    """The records of all instances, in the order of their names. Those that dead instances have left are not
+    `alive`.
+    """
     root = runtime_root()
     records = [_read(directory) for directory in sorted(root.iterdir()) if directory.is_dir()]
     return [record for record in records if record is not None]
@@ -197,7 +202,7 @@ def find_instance(name: str | None = None) -> InstanceRecord:
 
 
 def sweep_stale() -> list[str]:
-    """Removes what dead instances have left behind and returns their names."""
+    """Removes the directories of dead instances; returns their names."""
     swept = []
     with _locked_root() as root:
         for directory in sorted(root.iterdir()):
@@ -209,13 +214,13 @@ def sweep_stale() -> list[str]:
 
 
 def process_start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since the boot; None when it is gone, or dead and not yet waited for."""
+    """The start time of a process in clock ticks since the boot; None when it has ended, even if it is a zombie."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
 
 def child_role(pid: int) -> str:
-    """What a child of a main process is (processes.py starts them); empty for any other process."""
+    """The role of a child process of an instance (processes.py); empty for any other process."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
@@ -224,7 +229,9 @@ def child_role(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel tells of a process from its state, field 3, on (proc(5)): the start time is field 22."""
+    """The fields of /proc/PID/stat (proc(5)) from the state, field 3, on; the start time is field 22. Empty when it has
+    ended.
+    """
     try:
         # After the parenthesised name, which may hold anything.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -233,7 +240,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes the directory of a dead instance; the root's lock is held. Raises InstanceError when it lives."""
+    """Removes the directory of a dead instance; the caller holds the lock of the root. Raises InstanceError if it is
+    alive.
+    """
     _check_private(directory)
     record = _read(directory)
     if record is not None and record.alive:
@@ -250,7 +259,7 @@ def _sweep(directory: Path) -> None:
 
 
 def _read(directory: Path) -> InstanceRecord | None:
-    """The record in a directory, None when there is none that can be read or it is not about this directory."""
+    """The record in a directory; None when it is missing, unreadable, or of another instance."""
     try:
         record = msgspec.json.decode((directory / RECORD).read_bytes(), type=InstanceRecord)
     except (OSError, msgspec.DecodeError):
@@ -260,7 +269,7 @@ def _read(directory: Path) -> InstanceRecord | None:
 
 @contextlib.contextmanager
 def _locked_root() -> Iterator[Path]:
-    """The root, in which no other process takes, removes or sweeps a directory meanwhile."""
+    """Yields the root with its lock held, so that no other process adds, removes or sweeps directories meanwhile."""
     root = runtime_root()
     lock = _lock(root / ".lock", wait=True)
     assert lock is not None
@@ -271,7 +280,7 @@ def _locked_root() -> Iterator[Path]:
 
 
 def _lock(path: Path, wait: bool = False) -> int | None:
-    """A descriptor that holds the exclusive lock of a file, None when another process has it. Children don't get it."""
+    """A descriptor with an exclusive lock on a file; None when another process holds it. Children do not inherit it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -291,7 +300,9 @@ def _mkdir(path: Path) -> None:
 
 
 def _check_private(path: Path) -> None:
-    """Raises InstanceError (exit 77) unless `path` is a directory, not a link, that only this user may enter."""
+    """Raises InstanceError (exit 77) unless `path` is a directory, not a symbolic link, that only this user can
+    access.
+    """
     info = path.lstat()
     if stat.S_ISLNK(info.st_mode):
         problem = "it is a symbolic link"

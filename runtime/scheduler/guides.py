@@ -1,6 +1,6 @@
-"""Guides: which tokens may follow in a sequence whose text must match a grammar.
+"""Guides: the tokens that may come next in a sequence whose text must match a grammar.
 
-Grammars are compiled in threads, so that no step waits for one, and kept.
+Grammars are compiled in threads, so that no step waits for one, and cached.
 """
 
 from collections import OrderedDict
@@ -15,15 +15,15 @@ from llmserve.runtime.tokenizer import Tokenizer
 THREADS = 2
 KEPT_GRAMMARS = 64
 KEPT_LENGTH = 1 << 20
-"""Characters of all that are kept; compiled, one takes up to some hundreds of bytes for each."""
+"""Characters of all cached grammars together; a compiled one takes up to a few hundred bytes per character."""
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be compiled, or not be followed any further. The text is for the client."""
+    """A grammar cannot be compiled, or cannot be followed any further. The text is for the client."""
 
 
 class Program:
-    """A compiled grammar, which the guides of many sequences share."""
+    """A compiled grammar, shared by the guides of many sequences."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         """Raises GrammarError."""
@@ -31,20 +31,21 @@ class Program:
             raise GrammarError(f"the grammar cannot be used: {told(matcher.get_error())}")
         self.matcher = matcher
         self.spent = False
-        """Whether it has reached a limit on what it may learn of its own states; no guide can use it from then on."""
+        """Whether it has reached a limit on its lexer states, after which no guide can use it."""
 
 
 class Guide:
-    """One sequence's place in its grammar: it has been told all tokens that were generated."""
+    """The state of one sequence in its grammar. It must be told every generated token."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._matcher = program.matcher.deep_copy()
 
     def mask(self, unwanted: Collection[int]) -> bytes:
-        """The tokens that may follow, a bit each, the lowest first; those `unwanted` only where there are no others.
+        """A mask of the tokens that may come next, one bit per token id, least significant first. Raises GrammarError.
 
-        Where the text may end the tokens that end it are among them. Raises GrammarError.
+        Where the text may end, it includes the EOS tokens. `unwanted` tokens are removed, unless no other token is
+        left.
         """
         mask = self._matcher.compute_bitmask()
         self._check()
@@ -57,7 +58,7 @@ class Guide:
         return mask
 
     def advance(self, token: int) -> None:
-        """Raises GrammarError where the token does not fit."""
+        """Takes the next token of the sequence. Raises GrammarError if the grammar does not allow it."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -68,17 +69,19 @@ class Guide:
 
 
 class Guides:
-    """Compiles grammars and keeps those that were used last."""
+    """Compiles grammars, and caches those that were used last."""
 
     def __init__(self, vocabulary: Callable[[], LLTokenizer]) -> None:
-        """`vocabulary` is called at once, in a thread: it takes a fraction of a second, and holds steps up then."""
+        """`vocabulary` is called at once, in a thread. It takes a fraction of a second, during which steps are
+        slower.
+        """
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
         self._vocabulary = self._threads.submit(vocabulary)
         self._kept: OrderedDict[str, Future[Program]] = OrderedDict()
         self._compiling: list[Future[Program]] = []
 
     def program(self, grammar: str) -> "Future[Program]":
-        """The compiled grammar, at once or soon. The future raises GrammarError."""
+        """A future of the compiled grammar, whose result may raise GrammarError."""
         future = self._kept.get(grammar)
         if future is None or (future.done() and (future.exception() is not None or future.result().spent)):
             future = self._kept[grammar] = self._threads.submit(self._compile, grammar)
@@ -89,7 +92,9 @@ class Guides:
         return future
 
     def poll(self) -> bool:
-        """Whether a grammar was being compiled when this was last called: its requests may not know that it is done."""
+        """Whether a grammar was being compiled at the last call. If so, requests that wait for it must be looked at
+        again.
+        """
         before, self._compiling = self._compiling, [future for future in self._compiling if not future.done()]
         return bool(before)
 
@@ -98,14 +103,14 @@ class Guides:
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
-    """The tokens of a model with logits for `vocab_size` of them, as llguidance knows them."""
+    """The vocabulary of a model with `vocab_size` logits, for llguidance."""
     return LLTokenizer(
         TokenizerWrapper(_Tokens(tokenizer, vocab_size, list(eos_token_ids))), eos_token=[*eos_token_ids]
     )
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer. Special tokens match no text; a grammar may ask for them by name."""
+    """The tokenizer interface that llguidance requires. Special tokens match no text; a grammar can name them."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
@@ -118,7 +123,7 @@ class _Tokens:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text that goes on from another: many tokenizers put a space before one that begins."""
+        """The tokens of a text in the middle of another one. Many tokenizers add a space at the beginning of a text."""
         data = text.encode()
         for before in ("", "\n"):
             ids = self._tokenizer.encode(before + text, add_special_tokens=False)
@@ -129,7 +134,7 @@ class _Tokens:
         return self._longest_tokens(data)
 
     def _longest_tokens(self, data: bytes) -> list[int]:
-        """Some tokens of a text, as far as there are any: always the longest one that is next."""
+        """Greedy longest-match tokens of a text, up to the first byte that no token begins with."""
         ids: list[int] = []
         start = 0
         while start < len(data):

@@ -1,4 +1,4 @@
-"""Requests come in: their choices enter the queue, or all of them are refused with the reason."""
+"""Intake: puts all choices of an arriving request into the queue, or refuses the request with a reason."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,9 @@ MakeStopDecoder = Callable[[bool, tuple[str, ...], int], StopDecoder]
 
 
 class Intake:
-    """The door to the queue. The front has checked requests against the model; here it is about room."""
+    """Admits requests to the queue. The front has checked them against the model; here, room in queue and KV pool
+    counts.
+    """
 
     def __init__(
         self, args: ServerArgs, info: WorkerInfo, table: RequestTable, make_decoder: MakeStopDecoder, guides: Guides
@@ -35,7 +37,7 @@ class Intake:
         self._guides = guides
 
     def accept(self, message: TokenizedReqInput, now: float) -> FinishReason | None:
-        """Puts all choices of a request into the queue, or none of them and returns the reason."""
+        """Puts all choices of a request into the queue and returns None, or refuses all and returns the reason."""
         reason = self._refusal(message)
         if reason is None:
             group = Group(message, now)

@@ -1,34 +1,37 @@
-"""How much prompt a step may take on, so that it does not hold up those who are reading along.
+"""The prefill budget of a step, chosen so that decoding requests are not held up.
 
-It learns from the steps that have run what they cost. Whose prompt it is, is policy.py's to say.
+It learns the cost of a step from those that have run. policy.py divides the budget among requests.
 """
 
 TARGET_S = 0.1
-"""A step should be over by then while requests decode: ten tokens a second are faster than people read."""
+"""The target duration of a step while requests decode: ten tokens a second are faster than people read."""
 RATE = 0.5
-"""How far a step's surprise moves the estimate."""
+"""Learning rate: how far an error in a step's estimate moves the estimate."""
 BASE, DECODE = 16, 4
-"""A step, and a decode in it, cost about as much as so many tokens of a prompt: only where to look first for the cause
-of a surprise."""
+"""The fixed cost of a step, and the cost of a decode in it, in prompt tokens: scales for the features of the
+estimate.
+"""
 
 
 class Pace:
-    """An estimate of a step's time, linear in its decodes and its other tokens, by normalised least mean squares.
+    """An estimate of a step's duration, linear in its decodes and its prefill tokens, by normalised least mean squares.
 
-    Attention makes tokens late in a long prompt dearer; as chunks follow each other, the estimate follows them.
+    Attention makes tokens late in a long prompt more expensive; the estimate adapts from chunk to chunk.
     """
 
     def __init__(self, smallest: int, largest: int) -> None:
-        """A budget is between these, in tokens; the smallest is granted at any cost, so that prompts get on."""
+        """Limits of the budget, in tokens. `smallest` is granted whatever it costs, so that every prompt makes
+        progress.
+        """
         self._smallest = smallest
         self._largest = largest
         self._base = self._decode = self._token = 0.0
-        """Seconds, in units of the features."""
+        """Seconds per unit of the features."""
 
     def budget(self, decodes: int) -> int:
-        """How many tokens of prompts the step of so many decodes should take on.
+        """The prefill tokens that a step with `decodes` decodes should take on.
 
-        Where the decodes alone take more than half of the target the prompts may take as long again as they do.
+        Where the decodes alone take more than half of the target, prefill may take as long as they do.
         """
         if self._token <= 0:
             return self._largest
@@ -37,7 +40,7 @@ class Pace:
         return max(self._smallest, min(int(prefill_s / self._token), self._largest))
 
     def observe(self, decodes: int, tokens: int, seconds: float) -> None:
-        """A step of so many decodes and other tokens has taken `seconds`."""
+        """Learns from a step with `decodes` decodes and `tokens` prefill tokens that has taken `seconds`."""
         expected = self._seconds(decodes, tokens)
         # Something else may have held the step up: it counts for no more than twice what was expected.
         surprise = min(seconds - expected, expected or seconds)

@@ -25,11 +25,11 @@ from llmserve.runtime.scheduler.pace import Pace
 from llmserve.runtime.scheduler.request import Request, RequestTable, Share
 
 WINDOW = 128
-"""So many waiting requests are looked at in a step: those that came first."""
+"""The number of waiting requests considered in a step: the oldest ones."""
 FORESIGHT = 1024
-"""At most so many future tokens of a request count when its need of memory is estimated."""
+"""The most future tokens of a request that count in the estimate of its memory."""
 PATIENCE = 4
-"""So many younger ones at most pass by the first of the queue when no older prompt is under way."""
+"""The most younger requests that may overtake the first of the queue while no older prompt is under way."""
 
 
 class Policy:
@@ -41,7 +41,7 @@ class Policy:
         retract: Callable[[Request], None],
         depth: int = 1,
     ) -> None:
-        """`depth` steps can be in flight: each takes its part of what decodes, to leave the others something."""
+        """Up to `depth` steps are in flight, so each takes only its share of the decoding requests."""
         self.pace = Pace(min(kv.page_size, args.chunked_prefill_size), args.chunked_prefill_size)
         self._chunk = args.chunked_prefill_size
         self._max_running = args.max_running_requests
@@ -51,11 +51,14 @@ class Policy:
         self._retract = retract
         self._depth = depth
         self._expected = 0.4
-        """The part of its remaining tokens that a request is thought to generate. Falls step by step;
-        a retraction raises it."""
+        """The estimated fraction of its remaining tokens that a request will generate. Decays with each step; a
+        retraction raises it.
+        """
 
     def schedule(self, now: float, admit: bool) -> list[Share]:
-        """The next step, its pages allocated. Takes from the queue only if `admit`; `now` in seconds."""
+        """The shares of the next step, with their pages allocated. Starts waiting requests only if `admit`. `now` in
+        seconds.
+        """
         self._expected = max(0.1, self._expected * 0.995)
         running = self._table.running
         decoding = [request for request in running if request.pending == 1 and request.ending is None]
@@ -73,7 +76,7 @@ class Policy:
         return shares
 
     def observe(self, shares: list[Share], seconds: float) -> None:
-        """A step with these shares has taken so long."""
+        """Learns from a step with these shares that has taken `seconds`."""
         decodes = sum(share.length == 1 for share in shares)
         self.pace.observe(decodes, sum(share.length for share in shares) - decodes, seconds)
 
@@ -89,7 +92,7 @@ class Policy:
         return True
 
     def _divide(self, prompts: dict[Request, int], budget: int) -> dict[Request, int]:
-        """The parts of the budget that go to requests with so many tokens left to compute."""
+        """Divides the budget among requests, given the tokens that each has left to compute."""
         if not prompts:
             return {}
         oldest = min(prompts, key=_age)
@@ -102,7 +105,7 @@ class Policy:
         return counts
 
     def _start(self, prompts: dict[Request, int], budget: int, now: float) -> None:
-        """Starts those of the queue that get a part of the budget beside `prompts`, and adds them to these."""
+        """Starts the waiting requests that get a part of the budget beside those in `prompts`, and adds them to it."""
         kv, table = self._kv, self._table
         free = self._max_running - len(table.running)
         if not table.waiting or free <= 0:
@@ -127,7 +130,9 @@ class Policy:
             prompts[request] = request.pending
 
     def _candidates(self, prompts: dict[Request, int]) -> list[tuple[Request, int]]:
-        """Those that may start, in the order in which they should, and how many tokens each has left to compute."""
+        """The waiting requests that may start, in the order in which they should, and the tokens that each has left to
+        compute.
+        """
         window = [request for request in self._table.waiting[:WINDOW] if request.ready]
         if not window:
             return []
@@ -139,7 +144,7 @@ class Policy:
         return [(request, left[request]) for request in window]
 
     def _cached_soon(self, request: Request, cached: int) -> bool:
-        """Whether a running request computes the page that would be the next one to take from the cache."""
+        """Whether a running request is computing the page that this one could take from the cache next."""
         end = cached + self._kv.page_size
         if end > request.reusable or not self._kv.prefix_cache:
             return False
@@ -163,5 +168,7 @@ def _age(request: Request) -> int:
 
 
 def _by_need(request: Request, left: int) -> tuple[int, int]:
-    """By what is left to compute; of two that are about alike the older one is first, not half of either."""
+    """Sorts by tokens left to compute, in powers of two, then by age, so that similar requests do not share the
+    budget.
+    """
     return left.bit_length(), request.seq

@@ -1,7 +1,7 @@
-"""The scheduler's end of an RPC: calls in, progress and answers out, between steps and within a budget of time.
+"""The server side of RPC: receives calls, sends progress and answers, between steps and within a budget of time.
 
-What the verbs do is control.py's. A verb that cannot answer at once is a generator: it is resumed once a turn, what it
-yields is progress, what it returns is the answer, and it is closed when nobody waits for that any more.
+The verbs are in control.py. One that cannot answer at once is a generator: it is resumed once per turn, yields
+progress, returns the answer, and is closed when its caller has left or the time is over.
 """
 
 import logging
@@ -29,16 +29,16 @@ MAX_TIMEOUT_S = 86_400.0
 MAX_PENDING = 64
 CALLS_PER_TURN = 64
 SHARE_OF_TIME = 0.02
-"""Calls may take so much of the time while requests run; a burst may take what MAX_CREDIT_S holds."""
+"""The fraction of time that calls may take while requests run; a burst may take up to MAX_CREDIT_S."""
 MAX_CREDIT_S = 0.005
 LONG_STEP_S = 1.0
-"""A step that takes longer is named as the reason of a timeout."""
+"""A step that takes longer is named as the reason for a timeout."""
 PROGRESS_INTERVAL_S = 0.25
-"""Progress is also how the server learns that a client is gone."""
+"""How often progress is sent, which is also how the server notices that a client is gone."""
 
 
 class Refusal(Exception):
-    """A verb says no; the caller is told why."""
+    """A verb refuses a call; the caller gets the code and the message."""
 
     def __init__(self, code: ErrorCode, message: str):
         super().__init__(message)
@@ -47,7 +47,7 @@ class Refusal(Exception):
 
 
 class Transport(Protocol):
-    """A wire.Router."""
+    """The part of wire.Router that RpcServer uses."""
 
     def recv(self) -> tuple[bytes, RpcEnvelope] | None: ...
 
@@ -55,7 +55,7 @@ class Transport(Protocol):
 
 
 class Pending:
-    """A verb at work, and who waits for it until `deadline`."""
+    """A verb under way. `tell` sends a message to its caller, which waits until `deadline` (seconds)."""
 
     def __init__(self, verb: str, tell: Callable[[Message], bool], work: Work, deadline: float):
         self.verb = verb
@@ -64,15 +64,15 @@ class Pending:
         self.deadline = deadline
         self.told = -math.inf
         self.stage = ""
-        """When progress was last sent, and of which stage."""
+        """`told` is when progress was last sent, and `stage` its stage."""
 
 
 class RpcServer:
-    """Serves the calls that come through the ROUTER, and control messages that come through the pipeline.
+    """Serves calls from the ROUTER socket, and control messages from the pipeline.
 
-    `start` begins a verb: it returns the answer, or the work that will give it, or raises Refusal. `reply` sends an
-    answer back through the pipeline. `busy` says whether requests run, so that calls are held to their budget, and
-    `in_step_s` how long the step under way has taken.
+    `start` begins a verb: it returns the answer or the work that will return it, or raises Refusal. `reply` sends an
+    answer back through the pipeline. `busy` is whether requests run, so that calls are held to their budget;
+    `in_step_s` is how long the step under way has taken.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class RpcServer:
 
     @property
     def pending(self) -> bool:
-        """Whether some verb is at work, so that `poll` must be called soon."""
+        """Whether a verb is under way, so that `poll` must be called again soon."""
         return bool(self._pending)
 
     def handle(self, message: ControlReqInput) -> None:
-        """A control message that came through the pipeline; an error has nobody to go to but the log."""
+        """Starts the verb of a message from the pipeline. An error is only logged, as nobody waits for it."""
 
         def tell(answer: Message) -> bool:
             if isinstance(answer, RpcError):
@@ -112,9 +112,8 @@ class RpcServer:
         self._begin(message, tell, self._now() + MAX_TIMEOUT_S)
 
     def poll(self, holds_up: bool = True) -> bool:
-        """Goes on with what is pending, then takes new calls, as far as the budget allows if that holds up requests.
-
-        Whether it took any.
+        """Resumes pending verbs, then takes new calls; within the budget if that `holds_up` running requests. Whether
+        it took any.
         """
         began, busy = self._now(), holds_up and self._busy()
         earned_s = (began - self._polled) * SHARE_OF_TIME
@@ -179,7 +178,7 @@ class RpcServer:
             tell(answer)
 
     def _advance(self, call: Pending) -> bool:
-        """Resumes a verb. True when it has ended: answered, refused, failed, or closed because nobody waits."""
+        """Resumes a verb. True when it has ended: answered, refused, failed, or closed because its caller has left."""
         now = self._now()
         try:
             progress = next(call.work)
@@ -209,7 +208,7 @@ def _as_error(error: Exception, verb: str) -> RpcError:
 
 
 def _late(progress: RpcProgress, in_step_s: float) -> str:
-    """What is said where the answer is not there in time: how far the work is, and what it waits for."""
+    """The message of a timeout: how far the work is, and what it waits for."""
     of = f" of {progress.total:g}" if progress.total else ""
     amount = f" ({progress.done:g}{of} {progress.unit})" if progress.unit else ""
     step = f"; the step under way takes {in_step_s:.0f} s already" if in_step_s >= LONG_STEP_S else ""

@@ -1,4 +1,4 @@
-"""What the scheduler shows of itself: metrics, load, and the list of requests. Reads only."""
+"""Snapshots of the scheduler for others: metrics, load, and the list of requests. Changes nothing."""
 
 import contextlib
 import os
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from llmserve.runtime.scheduler.loop import Scheduler
 
 SHOWN_REQUESTS = 256
-"""So many requests at most are in the metrics; `requests` lists all."""
+"""The most requests in a metrics message; ListRequestsReqInput lists all."""
 
 
 class Snapshots:
     def __init__(self, scheduler: "Scheduler", dp_rank: int) -> None:
         self.bad_frames: Callable[[], int] = lambda: 0
-        """Set by who knows the sockets."""
+        """Set by process.py, which owns the sockets."""
         self.dropped_messages: Callable[[], int] = lambda: 0
         self.ranks: Callable[[], tuple[ProcessInfo, ...]] = lambda: ()
-        """Where there are several, what they say of themselves, this one first. Set, as the next, by who knows them."""
+        """With several ranks, the reports of all, this one first. Set, like `active_s`, by process.py."""
         self.active_s: Callable[[], float] = lambda: 0.0
         self._scheduler = scheduler
         self._dp_rank = dp_rank
@@ -86,13 +86,13 @@ class Snapshots:
         )
 
     def requests(self, show_text: bool = False, limit: int | None = None) -> tuple[RequestInfo, ...]:
-        """What runs, then what waits, each in order of arrival."""
+        """The running, then the waiting choices, each in order of arrival."""
         now = self._scheduler.now()
         table = self._scheduler.table
         return tuple(request_info(request, now, show_text) for request in [*table.running, *table.waiting][:limit])
 
     def processes(self) -> tuple[ProcessInfo, ...]:
-        """The main process, which is our parent, the ranks of this replica, and what both replicas and front share."""
+        """The main process (this one's parent), the ranks of this replica, and the detokenizer."""
         main = self._process.parent()
         if main is None:
             return self.own_processes()
@@ -105,7 +105,7 @@ class Snapshots:
         return (others[0], *self.own_processes(), *others[1:])
 
     def own_processes(self) -> tuple[ProcessInfo, ...]:
-        """This one, and the other ranks of this replica."""
+        """The ranks of this replica, this one first."""
         ranks = [msgspec.structs.replace(rank, dp_rank=self._dp_rank) for rank in self.ranks()]
         if ranks:
             return (msgspec.structs.replace(ranks[0], dropped_messages=self.dropped_messages()), *ranks[1:])
@@ -123,7 +123,7 @@ class Snapshots:
 
 
 def process_info(role: str, process: psutil.Process) -> ProcessInfo:
-    """One of the instance's other processes; its CPU share is that of its whole life."""
+    """Another process of the instance. Its CPU usage is the average since its start."""
     with process.oneshot():
         times, age_s = process.cpu_times(), time.time() - process.create_time()
         return ProcessInfo(
@@ -135,7 +135,7 @@ def process_info(role: str, process: psutil.Process) -> ProcessInfo:
 
 
 def request_info(request: Request, now: float, show_text: bool) -> RequestInfo:
-    """One choice as an operator sees it; `now` on the scheduler's clock."""
+    """One choice as operators see it; `now` is on the scheduler's clock."""
     output_len, first_token = request.output_len, request.first_token
     decoding_s = 0.0 if first_token is None else now - first_token
     return RequestInfo(

@@ -1,7 +1,7 @@
-"""Stands in for the scheduler's loop while that waits for a step which takes long, or never ends.
+"""Does the scheduler's other duties while its loop waits for a step that takes long, or never ends.
 
-The loop's thread holds a lock at all times but while it waits for its worker (`with standin:`). Whoever holds it may
-touch the scheduler and its sockets, so nothing there need know of threads.
+The loop's thread holds a lock except while it waits for the worker (`with standin:`). Only the holder of the lock may
+touch the scheduler and its sockets, so that nothing there needs to know about threads.
 """
 
 import threading
@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = 0.2
-"""A step that takes longer is stood in for, and so often is looked."""
+"""How long a wait must last before the duties are called, and how often they are called from then on."""
 
 
 class StandIn:
-    """Calls `duties` again and again, in a thread of its own, while a wait of the thread that made it takes long."""
+    """Calls `duties` repeatedly, in a thread of its own, during long waits of the thread that made it."""
 
     def __init__(self, duties: Callable[[], None], patience_s: float = PATIENCE_S) -> None:
         self._duties = duties
@@ -29,7 +29,7 @@ class StandIn:
         self._lock.release()
 
     def __exit__(self, *_: object) -> None:
-        """Waits for the stand-in to be done, and raises what it could not cope with."""
+        """Waits until a call of `duties` is over, and raises the exception that ended one."""
         self._lock.acquire()
         if self._error is not None:
             raise self._error

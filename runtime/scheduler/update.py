@@ -1,7 +1,7 @@
-"""The swap of the weights under load, as a transaction: check, read, quiesce, commit.
+"""Swapping the weights under load, as a transaction: check, stage, quiesce, commit.
 
-Whatever fails and whoever leaves before the commit leaves the old weights serving. How a worker compares, keeps and
-exchanges weights is engine/swap.py's.
+A failure, or a caller that leaves, before the commit leaves the old weights serving. How a worker compares, stages and
+exchanges weights is in engine/swap.py.
 """
 
 import logging
@@ -24,7 +24,7 @@ SHOWN_DIFFERENCES = 5
 
 
 class Staging:
-    """A thread that finds a checkpoint, compares it with the model and, if it fits, reads it, while steps go on."""
+    """A thread that finds a checkpoint, compares it with the model and, if it fits, stages it, while steps go on."""
 
     def __init__(self, swap: WeightSwap, request: UpdateWeightReqInput):
         self.progress = RpcProgress(stage="checking")
@@ -40,7 +40,7 @@ class Staging:
         threading.Thread(target=self._run, name="stage-weights", daemon=True).start()
 
     def cancel(self) -> None:
-        """Nothing is staged once it has `ended`."""
+        """Stops staging. Nothing stays staged once it has `ended`."""
         with self._lock:
             self._cancelled = True
             if self.ended:
@@ -68,14 +68,14 @@ class WeightUpdates:
 
     def __init__(self, scheduler: Scheduler, model_path: str, directory: Path):
         self.model_path = model_path
-        """Of the weights that serve."""
+        """The path of the weights that serve."""
         self._directory = directory
-        """The instance's, where decisions lie."""
+        """The instance's directory, for decisions."""
         self._scheduler = scheduler
         self._staging: Staging | None = None
 
     def update(self, request: UpdateWeightReqInput) -> Work:
-        """Answers when the new weights serve. Closed or refused before, the old ones do."""
+        """Answers when the new weights serve. Closed or refused before that, it leaves the old ones serving."""
         scheduler = self._scheduler
         began, version = scheduler.now(), scheduler.weight_version
         self._check_decision(request)
@@ -108,7 +108,7 @@ class WeightUpdates:
     def _exchange(
         self, request: UpdateWeightReqInput, checkpoint: hub.Checkpoint
     ) -> Generator[RpcProgress, None, float]:
-        """Pauses as the operator has chosen, commits, and goes on as before. Returns the seconds without steps."""
+        """Pauses in the mode that the operator has chosen, commits, and resumes. Returns the seconds of the pause."""
         scheduler = self._scheduler
         pause_before, began = scheduler.pause_mode, scheduler.now()
         scheduler.pause(request.mode)
@@ -148,7 +148,7 @@ class WeightUpdates:
             raise Refusal("invalid", f"this is one of {replicas} replicas, which are updated together or not at all")
 
     def _until_decided(self, name: str) -> Generator[RpcProgress, None, None]:
-        """Returns when all replicas go on. Raises Refusal when one does not."""
+        """Waits for the decision of all replicas. Raises Refusal when it is to abort."""
         while (word := decided(self._directory, name)) is None:
             yield RpcProgress(stage="prepared")
         if word == "abort":
@@ -161,7 +161,7 @@ def end_process() -> None:
 
 
 def _checked(staging: Staging, request: UpdateWeightReqInput) -> hub.Checkpoint:
-    """The checkpoint, or Refusal with the reason why it is not taken."""
+    """The staged checkpoint. Raises Refusal with the reason when it cannot be used."""
     if isinstance(staging.error, ConfigError):
         raise Refusal("failed", f"{staging.error}; the old weights serve on")
     if staging.error is not None:
