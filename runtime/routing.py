@@ -5,7 +5,7 @@ Nothing here sends anything.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from hashlib import blake2b
 from typing import Literal
 
@@ -46,9 +46,13 @@ class Routing:
     def alive(self) -> list[int]:
         return [number for number, replica in enumerate(self.replicas) if replica.alive]
 
-    def choose(self, prompts: Sequence[bytes]) -> int:
-        """The replica for a request with these prompts (int32 bytes). At least one must be alive."""
+    def choose(self, prompts: Sequence[bytes], avoid: Container[int] = ()) -> int:
+        """The replica for a request with these prompts (int32 bytes). At least one must be alive.
+
+        Replicas that drain get none, and those in `avoid` neither, unless there is no other.
+        """
         able = [n for n in self.alive if not self.replicas[n].draining] or self.alive
+        able = [n for n in able if n not in avoid] or able
         pages = [page for prompt in prompts for page in self._pages_of(prompt)] if len(able) > 1 else []
         chosen, reason = self._choose(able, pages)
         self.reasons[reason] += 1

@@ -1,6 +1,7 @@
-"""The schedulers of an instance as the front sees them, one per replica: their sockets and their latest metrics.
+"""The schedulers of an instance as the front sees them, one per replica: their sockets, latest metrics and faults.
 
-routing.py chooses the replica of a request; requests themselves are tracked by the TokenizerManager.
+routing.py chooses the replica of a request; requests themselves are tracked by the TokenizerManager. Times are those of
+time.monotonic, given by the caller.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from llmserve.runtime.messages import (
     TokenizedReqInput,
 )
 from llmserve.runtime.routing import Routing
+from llmserve.runtime.vitals import Vitals
 from llmserve.runtime.wire import Push
 
 
@@ -24,11 +26,17 @@ class Schedulers:
         self.routing = Routing(len(addresses), page_size, max_running)
         self.metrics: dict[int, SchedulerMetrics] = {}
         """The latest metrics of each replica that is alive."""
+        self.vitals: dict[int, Vitals] = {}
+        """Of each replica that is alive, once they are ready."""
         self._addresses = addresses
         self._pushes: list[Push] = []
 
     def open(self) -> None:
         self._pushes = [Push(address) for address in self._addresses]
+
+    def ready(self, now: float) -> None:
+        """Expects metrics of all from now on."""
+        self.vitals = {number: Vitals(now) for number in self.routing.alive}
 
     def close(self) -> None:
         for push in self._pushes:
@@ -36,9 +44,9 @@ class Schedulers:
 
     # ---- to them -----------------------------------------------------------------------------------------------------
 
-    def route(self, message: TokenizedReqInput) -> int:
-        """The replica that a new request should go to."""
-        return self.routing.choose(message.prompts)
+    def route(self, message: TokenizedReqInput, now: float) -> int:
+        """The replica that a new request should go to: none that hangs, if there is another."""
+        return self.routing.choose(message.prompts, avoid=self.faults(now))
 
     def send(self, message: SchedulerInput, replica: int) -> bool:
         """Sends without blocking, or drops a message for a dead replica. Whether `flush` must be called later."""
@@ -60,12 +68,14 @@ class Schedulers:
 
     # ---- from them ---------------------------------------------------------------------------------------------------
 
-    def take(self, metrics: SchedulerMetrics) -> None:
+    def take(self, metrics: SchedulerMetrics, now: float) -> None:
         number, routing = metrics.dp_rank, self.routing
         if not (0 <= number < len(routing.replicas) and routing.replicas[number].alive):
             return
         before = self.metrics.get(number)
         self.metrics[number] = metrics
+        if number in self.vitals:
+            self.vitals[number].take(metrics, now)
         routing.replicas[number].draining = metrics.state == "draining"
         routing.max_pages = metrics.pages_total or routing.max_pages
         if before is not None and before.flushes_total != metrics.flushes_total:
@@ -75,6 +85,16 @@ class Schedulers:
         """Forgets a replica that has died, with everything that it was sent."""
         self.routing.replicas[number].alive = False
         self.metrics.pop(number, None)
+        self.vitals.pop(number, None)
+
+    def silence_s(self, now: float) -> float:
+        """How long ago the quietest of the replicas that are alive sent metrics."""
+        return max((now - vitals.heard for vitals in self.vitals.values()), default=0.0)
+
+    def faults(self, now: float) -> dict[int, str]:
+        """What is wrong with the replicas that are alive and hang."""
+        found = {number: vitals.fault(now) for number, vitals in self.vitals.items()}
+        return {number: fault for number, fault in found.items() if fault}
 
     @property
     def total(self) -> SchedulerMetrics | None:
@@ -104,6 +124,7 @@ def total_of(replicas: Sequence[SchedulerMetrics]) -> SchedulerMetrics:
         state=states.pop() if len(states) == 1 else "ready",
         weight_version=min(metrics.weight_version for metrics in replicas),
         step_s=max(metrics.step_s for metrics in replicas),
+        in_step_s=max(metrics.in_step_s for metrics in replicas),
         itl=added(metrics.itl for metrics in replicas),
         processes=tuple(process for metrics in replicas for process in metrics.processes),
         requests=tuple(request for metrics in replicas for request in metrics.requests),

@@ -49,6 +49,7 @@ from llmserve.runtime.tokenization import Tokenization
 from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.usage import Meter
 from llmserve.runtime.validation import Limits
+from llmserve.runtime.vitals import SILENCE_S
 from llmserve.runtime.watchers import Watchers
 from llmserve.runtime.wire import Pull, Push
 
@@ -57,14 +58,8 @@ log = logging.getLogger(__name__)
 State = Literal["starting", "ready", "draining", "dead"]
 
 FLUSH_INTERVAL_S = 0.01
-SILENCE_S = 2.0
+FRESH_S = 2.0
 """Metrics older than this do not show whether a scheduler is idle now: it sends them every second."""
-HEALTHY_SILENCE_S = 5.0
-"""Scheduler and detokenizer report every second; after so long without a report the instance is unhealthy."""
-HEALTHY_STEPS = 3
-"""A scheduler reports between steps only: it may be silent for so many times the longest recent step."""
-FORGETTING = 0.99
-"""Decay of the longest recent step from one report to the next: it halves in about a minute."""
 LAST_ROWS_S = 0.5
 """Seconds within which the detokenizer passes on the rows that a dead replica has sent."""
 
@@ -102,9 +97,8 @@ class TokenizerManager:
         """
         self.detokenizer_heard = time.monotonic()
         """Monotonic time of the detokenizer's last message."""
-        self._heard = self._moved = time.monotonic()
-        self._longest_step_s = 0.0
-        """Of late."""
+        self._delivered = time.monotonic()
+        """When the detokenizer last sent rows, or had none to send."""
         self._tasks: list[asyncio.Task[None]] = []
         self._flushing: asyncio.TimerHandle | None = None
         self._pull: Pull | None = None
@@ -135,7 +129,8 @@ class TokenizerManager:
         if detokenizer_pid is not None:
             self._meters["detokenizer"] = Meter(psutil.Process(detokenizer_pid))
         self._tokenization.limits = self.limits._replace(max_model_len=max_model_len)
-        self._heard = self._moved = self.detokenizer_heard = time.monotonic()
+        self._delivered = self.detokenizer_heard = time.monotonic()
+        self.schedulers.ready(self._delivered)
         self.state = "ready"
 
     def drain(self) -> None:
@@ -226,25 +221,29 @@ class TokenizerManager:
         return len(self._in_flight) + len(self._tokenizing)
 
     def healthy(self) -> tuple[bool, str]:
-        """Whether the instance serves, and if not, why."""
+        """Whether the instance serves, and how: "ok", "degraded" and why, or why it does not."""
         if self.state != "ready":
             return False, self._failure or self.state
-        now, limit = time.monotonic(), max(HEALTHY_SILENCE_S, HEALTHY_STEPS * self._longest_step_s)
-        if now - self._heard > limit:
-            return False, f"the scheduler has not been heard of for {now - self._heard:.0f} s"
-        if now - self.detokenizer_heard > HEALTHY_SILENCE_S:
+        now, replicas = time.monotonic(), self.schedulers.routing.replicas
+        faults = self.schedulers.faults(now)
+        if len(replicas) == 1 and faults:
+            return False, f"the scheduler {faults[0]}"
+        faults |= {number: "is lost" for number, replica in enumerate(replicas) if not replica.alive}
+        told = "; ".join(f"replica {number} {fault}" for number, fault in sorted(faults.items()))
+        if len(faults) == len(replicas):
+            return False, told
+        if now - self.detokenizer_heard > SILENCE_S:
             return False, f"the detokenizer has not been heard of for {now - self.detokenizer_heard:.0f} s"
-        if now - self._moved > limit:
-            fault = "detokenizer has delivered nothing" if self.awaits_rows else "scheduler has made no step"
-            return False, f"the {fault} for {now - self._moved:.0f} s"
-        return True, "ready"
+        if self.awaits_rows and now - self._delivered > SILENCE_S:
+            return False, f"the detokenizer has delivered nothing for {now - self._delivered:.0f} s"
+        return True, f"degraded: {told}" if told else "ok"
 
     @property
     def awaits_rows(self) -> bool:
         """Whether requests are open although the schedulers are idle: their last rows are under way, or lost."""
         metrics = self.scheduler_metrics
         idle = metrics is not None and metrics.running + metrics.waiting == 0
-        return bool(self._in_flight) and idle and time.monotonic() - self._heard < SILENCE_S
+        return bool(self._in_flight) and idle and self.schedulers.silence_s(time.monotonic()) < FRESH_S
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -355,7 +354,7 @@ class TokenizerManager:
 
     def _send(self, message: TokenizedReqInput, request: AnyInFlight) -> None:
         """Sends the request and registers it. There is no await between here and the consumer's `finally`."""
-        request.replica = self.schedulers.route(message)
+        request.replica = self.schedulers.route(message, time.monotonic())
         self._push_out(message, request.replica)  # first: one that is too large for a frame must leave nothing behind
         self.schedulers.routing.started(request.replica, request.choices)
         self._in_flight[message.rid] = request
@@ -397,7 +396,7 @@ class TokenizerManager:
     def _deliver(self, batch: BatchStrOutput | BatchEmbeddingOutput) -> None:
         now = time.perf_counter()
         self.batches_received += 1
-        self._moved = time.monotonic()
+        self._delivered = time.monotonic()
         for row in batch.rows:
             request = self._in_flight.get(row.rid)
             if request is None or row.index not in request.open:
@@ -438,13 +437,10 @@ class TokenizerManager:
             message = await pull.arecv()
             if not isinstance(message, SchedulerMetrics):
                 continue
-            before = self.schedulers.metrics.get(message.dp_rank)
-            self.schedulers.take(message)
-            self._heard = time.monotonic()
-            self._longest_step_s = max(message.step_s, self._longest_step_s * FORGETTING)
-            idle = message.running + message.waiting == 0 or message.state == "paused"
-            if (idle and not self.awaits_rows) or before is None or message.steps_total != before.steps_total:
-                self._moved = self._heard
+            now = time.monotonic()
+            self.schedulers.take(message, now)
+            if not self.awaits_rows:
+                self._delivered = now
             total = self.scheduler_metrics
             draining = total is not None and total.state == "draining"  # all of them, where there are several
             if draining and self.state == "ready":

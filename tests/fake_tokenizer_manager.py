@@ -49,7 +49,7 @@ class FakeTokenizerManager:
         self.state = "ready"
         self.metrics = FrontMetrics()
         self.scheduler_metrics: SchedulerMetrics | None = None
-        self.health: tuple[bool, str] = (True, "ready")
+        self.health: tuple[bool, str] = (True, "ok")
         self.requests: list[GenerateReqInput | EmbeddingReqInput] = []
         self.ended: list[str] = []
         self.aborted: list[str] = []

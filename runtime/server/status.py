@@ -15,7 +15,7 @@ from llmserve.runtime.tokenizer_manager import TokenizerManager
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """`status` is "ok", or why the instance does not serve."""
+    """`status` is "ok", why the instance does not serve, or "degraded: " and which replicas do not while others do."""
 
     status: str
 
@@ -54,9 +54,9 @@ def add_routes(app: FastAPI, context: Context) -> None:
     @app.head("/health", include_in_schema=False)  # as some load balancers ask
     @app.get("/health", openapi_extra=operation(answer=Health))
     async def health() -> Response:
-        """200 while the instance serves, paused or not; 503 while it drains, or one of its processes is stuck."""
-        healthy, why = manager.healthy()
-        return json_response(Health(status="ok" if healthy else why), 200 if healthy else 503)
+        """200 while the instance serves, paused or degraded too; 503 while it drains, or what all need is stuck."""
+        healthy, status = manager.healthy()
+        return json_response(Health(status=status), 200 if healthy else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -8,6 +8,7 @@ from llmserve.runtime.routing import Routing
 from llmserve.runtime.schedulers import Schedulers, total_of
 
 PAGE = 4
+NOW = 100.0
 
 
 def prompt(*tokens: int) -> list[bytes]:
@@ -84,7 +85,7 @@ def test_the_dead_and_the_draining_get_nothing() -> None:
     routing.choose(prompt(1, 1, 1, 1, 0))
     routing.started(1, 5)
     schedulers.lose(0)
-    schedulers.take(metrics(2, state="draining"))
+    schedulers.take(metrics(2, state="draining"), NOW)
     assert routing.choose(prompt(1, 1, 1, 1, 0)) == 1
     assert routing.reasons["only"] == 1
     assert not schedulers.send(None, 0), "what is sent to the dead goes nowhere"  # type: ignore[arg-type]
@@ -93,14 +94,14 @@ def test_the_dead_and_the_draining_get_nothing() -> None:
 def test_an_emptied_cache_is_forgotten() -> None:
     schedulers = Schedulers(["a", "b"], PAGE, 8)
     routing = schedulers.routing
-    schedulers.take(metrics(0, running=1))
+    schedulers.take(metrics(0, running=1), NOW)
     routing.choose(prompt(1, 1, 1, 1, 0))
-    schedulers.take(metrics(0, kv_tokens_cached=0))
+    schedulers.take(metrics(0, kv_tokens_cached=0), NOW)
     assert routing.replicas[0].pages, "the first request has not come yet"
-    schedulers.take(metrics(0, flushes_total=1, kv_tokens_cached=4, running=1))
+    schedulers.take(metrics(0, flushes_total=1, kv_tokens_cached=4, running=1), NOW)
     assert not routing.replicas[0].pages, "though others have filled it since"
     routing.choose(prompt(1, 1, 1, 1, 0))
-    schedulers.take(metrics(0, flushes_total=1, kv_tokens_cached=4))
+    schedulers.take(metrics(0, flushes_total=1, kv_tokens_cached=4), NOW)
     assert routing.replicas[0].pages
 
 
@@ -127,9 +128,9 @@ def test_the_total_of_replicas() -> None:
 def test_the_total_waits_for_every_replica_that_lives() -> None:
     schedulers = Schedulers(["a", "b"], PAGE, 8)
     assert schedulers.total is None
-    schedulers.take(metrics(0, running=1))
+    schedulers.take(metrics(0, running=1), NOW)
     assert schedulers.total is None
-    schedulers.take(metrics(1, running=4))
+    schedulers.take(metrics(1, running=4), NOW)
     assert schedulers.total is not None
     assert schedulers.total.running == 5
     schedulers.lose(1)

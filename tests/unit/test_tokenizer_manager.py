@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from llmserve.runtime.wire import Pull, Push
 
 TOKENIZER = Tokenizer(small_tokenizers.byte_level(), {}, {})
 MAX_MODEL_LEN = 100
+CONFIG = type("Config", (), {"vocab_size": 400, "max_position_embeddings": 1000, "eos_token_ids": (1,)})
 LENGTH = FinishReason(type="length")
 ABORT = FinishReason(type="abort", message="the client has left")
 
@@ -118,8 +119,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest_asyncio.fixture
 async def manager(tmp_path: Path, clock: Clock) -> AsyncIterator[TokenizerManager]:
-    config: Any = type("Config", (), {"vocab_size": 400, "max_position_embeddings": 1000, "eos_token_ids": (1,)})
-    checkpoint: Any = type("Checkpoint", (), {"config": config})
+    checkpoint: Any = type("Checkpoint", (), {"config": CONFIG})
     args = ServerArgs(model="test", seed=1)
     manager = TokenizerManager(args, PortArgs.init_new(tmp_path), checkpoint, TOKENIZER)
     await manager.start()
@@ -404,7 +404,7 @@ async def beats(manager: TokenizerManager, stack: FakeStack) -> None:
 
 
 async def test_health_follows_the_schedulers_steps(manager: TokenizerManager, stack: FakeStack, clock: Clock) -> None:
-    assert manager.healthy() == (True, "ready")
+    assert manager.healthy() == (True, "ok")
     for second in range(8):  # an idle scheduler that lives
         await seen(manager, stack, metrics(time=float(second)))
         clock.seconds += 1
@@ -450,10 +450,10 @@ async def test_a_silent_detokenizer_makes_it_unhealthy(
     assert [process.silent_s for process in manager.http_metrics().processes] == [0, 6]
     stack.send(row("r", "text", finish=LENGTH))
     await running
-    assert manager.healthy() == (True, "ready")
+    assert manager.healthy() == (True, "ok")
     clock.seconds += 6
     await seen(manager, stack, metrics(running=1, steps_total=7))
-    assert manager.healthy() == (True, "ready")
+    assert manager.healthy() == (True, "ok")
 
 
 async def test_a_scheduler_whose_steps_are_long_may_be_silent_longer(
@@ -463,7 +463,7 @@ async def test_a_scheduler_whose_steps_are_long_may_be_silent_longer(
     await seen(manager, stack, metrics(running=1, steps_total=1, step_s=8.0))
     clock.seconds += 20
     await beats(manager, stack)
-    assert manager.healthy() == (True, "ready")
+    assert manager.healthy() == (True, "ok")
     clock.seconds += 5
     await beats(manager, stack)
     assert manager.healthy() == (False, "the scheduler has not been heard of for 25 s")
@@ -472,6 +472,54 @@ async def test_a_scheduler_whose_steps_are_long_may_be_silent_longer(
     clock.seconds += 6
     await beats(manager, stack)
     assert manager.healthy() == (False, "the scheduler has not been heard of for 6 s")
+
+
+async def test_a_pause_excuses_no_step_that_hangs(manager: TokenizerManager, stack: FakeStack, clock: Clock) -> None:
+    for second in range(8):
+        await seen(manager, stack, metrics(time=float(second), running=1, state="paused", in_step_s=float(second)))
+        clock.seconds += 1
+    assert manager.healthy() == (False, "the scheduler has made no step for 8 s")
+
+
+async def test_a_replica_that_hangs_or_is_lost_degrades(tmp_path: Path, clock: Clock) -> None:
+    """It gets no new requests, not even those whose beginning it has cached. The instance serves while one does."""
+    checkpoint: Any = type("Checkpoint", (), {"config": CONFIG})
+    inputs = ("ipc:///a", "ipc:///b", "ipc:///c")
+    manager = TokenizerManager(ServerArgs(model="test"), PortArgs.init_new(tmp_path), checkpoint, TOKENIZER, inputs)
+    manager.ready(max_model_len=MAX_MODEL_LEN)
+    prompt = TokenizedGenerateReqInput(rid="r", prompts=(bytes(200),), sampling_params=SamplingParams(), n=1)
+
+    def second(*working: int, hanging: Sequence[int] = ()) -> None:
+        clock.seconds += 1
+        manager.detokenizer_heard = clock.seconds
+        for number in working:
+            manager.schedulers.take(metrics(dp_rank=number, time=clock.seconds), clock.seconds)
+        for number in hanging:
+            manager.schedulers.take(metrics(dp_rank=number, time=clock.seconds, running=1), clock.seconds)
+
+    def routed() -> set[int]:
+        return {manager.schedulers.route(prompt, clock.seconds) for _ in range(5)}
+
+    for _ in range(8):
+        second(0, 1, 2)
+    assert manager.healthy() == (True, "ok")
+    assert routed() == {0}
+    for _ in range(6):
+        second(1, 2)
+    assert manager.healthy() == (True, "degraded: replica 0 has not been heard of for 6 s")
+    assert routed() == {1}
+    second(1, 2, hanging=[0])
+    for _ in range(6):
+        second(2, hanging=[0, 1])
+    hang = "replica 0 has made no step for 13 s; replica 1 has made no step for 6 s"
+    assert manager.healthy() == (True, f"degraded: {hang}")
+    assert routed() == {2}
+    manager.fail_replica(2, "it died")
+    assert manager.healthy() == (False, f"{hang}; replica 2 is lost")
+    assert routed() <= {0, 1}, "there is no other"
+    second(0, hanging=[1])
+    assert manager.healthy() == (True, "degraded: replica 1 has made no step for 7 s; replica 2 is lost")
+    assert routed() == {0}
 
 
 async def test_a_paused_scheduler_is_healthy(manager: TokenizerManager, stack: FakeStack, clock: Clock) -> None:
@@ -521,7 +569,7 @@ async def test_a_drain_of_the_scheduler_is_one_of_the_front(manager: TokenizerMa
         await collect(manager, request())
     assert (refused.value.status, refused.value.code) == (503, "draining")
     await seen(manager, stack, metrics(state="ready"))
-    assert manager.healthy() == (True, "ready")
+    assert manager.healthy() == (True, "ok")
     assert announced == ["draining", "ready"]
 
 
