@@ -13,6 +13,7 @@ import typer
 
 from llmserve.cli.common import CommandError, ExitCode
 from llmserve.cli.console import CONTROL_PICTURES, Console
+from llmserve.cli.keys import checked_key, key_in
 from llmserve.cli.patience import Patience
 from llmserve.runtime.listener import url_of
 
@@ -85,9 +86,15 @@ class Answer:
         self._console = console
         self._record = record
         self._url = f"{url_of(record.host, record.port)}{route}"
-        self._body = {k: v for k, v in body.items() if v is not None}
-        self._body |= {"model": record.served_model_names[0], "stream": True, "stream_options": {"include_usage": True}}
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        told = {k: v for k, v in body.items() if v is not None}
+        told |= {"model": record.served_model_names[0], "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            self._content = json.dumps(told, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # Python reads such bytes of arguments and pipes as lone surrogates
+            raise CommandError("the text is not valid UTF-8", ExitCode.USAGE) from None
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._gap_s = gap_s
 
     def __iter__(self) -> Iterator[str]:
@@ -99,7 +106,7 @@ class Answer:
             with (
                 Patience(self._console, self._record) as patience,
                 httpx.Client(timeout=timeout, trust_env=False) as client,
-                client.stream("POST", self._url, json=self._body, headers=self._headers) as response,
+                client.stream("POST", self._url, content=self._content, headers=self._headers) as response,
             ):
                 if response.status_code != 200:
                     raise refusal(response)
@@ -197,7 +204,8 @@ def refusal(response: "httpx.Response") -> CommandError:
 
 
 def api_key(console: Console, file: Path | None) -> str | None:
-    """The API key from `file`, else from the environment."""
+    """The API key from `file`, else from the environment, where an empty one is none. Raises ConfigError."""
     if file is not None:
-        return file.read_text().strip() or None
-    return console.environ.get("LLMSERVE_API_KEY") or None
+        return key_in(file)
+    key = console.environ.get("LLMSERVE_API_KEY")
+    return checked_key(key, "the variable LLMSERVE_API_KEY") if key else None

@@ -52,7 +52,7 @@ def generate(
         "top_p": top_p,
         "seed": seed,
         "stop": stop or None,
-        "structured_outputs": None if json_schema is None else {"json": json_schema.read_text(encoding="utf-8")},
+        "structured_outputs": None if json_schema is None else {"json": schema_in(json_schema)},
     }
     key = answer.api_key(console, api_key_file)
     result = answer.Answer(console, find_instance(instance), "/v1/completions", body, key, timeout)
@@ -64,3 +64,11 @@ def generate(
     result.show()
     if console.stdout.isatty():
         console.err.print(result.summary(), style="dim")
+
+
+def schema_in(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise CommandError(f"cannot read the schema {file}: {reason}", ExitCode.USAGE) from None

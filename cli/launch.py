@@ -10,8 +10,9 @@ import typer
 from llmserve.cli.common import console_of
 from llmserve.cli.config_file import ConfigOption
 from llmserve.cli.console import Console
+from llmserve.cli.keys import checked_key, key_in
 from llmserve.cli.sources import places_told, unknown_variables
-from llmserve.runtime.config import ConfigError, Secrets, ServerArgs
+from llmserve.runtime.config import Secrets, ServerArgs
 
 MODEL, SERVER, BATCHING, TIMES, KEYS, SWITCHES = "Model", "Server", "Memory and batching", "Times", "Keys", "Switches"
 RANKS = "Several ranks"
@@ -284,21 +285,15 @@ def default_model() -> str:
 
 def read_key(console: Console, what: str, file: Path | None) -> str | None:
     """The key in `file`, else in the variable LLMSERVE_`what`, which is forgotten: no child process shall have it."""
-    source = f"the variable LLMSERVE_{what}"
-    key = console.environ.get(f"LLMSERVE_{what}")
-    os.environ.pop(f"LLMSERVE_{what}", None)
-    if file is not None:
-        source = f"the key file {file}"
-        try:
-            key = file.read_text(encoding="utf-8")
-            mode = stat.S_IMODE(file.stat().st_mode)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {source}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
-        if mode & 0o077:
-            console.note(f"warning: {source} can be read by others (mode {mode:o}); make it private: chmod 600 {file}")
-    if key is None:
-        return None
-    key = key.strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{source} must hold one key: printable ASCII characters without spaces")
+    variable = f"LLMSERVE_{what}"
+    key = console.environ.get(variable)
+    os.environ.pop(variable, None)
+    if file is None:
+        return None if key is None else checked_key(key, f"the variable {variable}")
+    key = key_in(file)
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if mode & 0o077:
+        console.note(
+            f"warning: the key file {file} can be read by others (mode {mode:o}); make it private: chmod 600 {file}"
+        )
     return key

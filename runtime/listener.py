@@ -15,10 +15,9 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket, bound before the model loads so that nobody else takes the port. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(
-            f"--host {host}: {error.strerror}; give an address of this machine, such as 127.0.0.1"
-        ) from None
+    except (OSError, UnicodeError) as error:  # the latter of a name that DNS cannot hold
+        reason = getattr(error, "strerror", None) or "this is no name of a host"
+        raise ConfigError(f"--host {host}: {reason}; give an address of this machine, such as 127.0.0.1") from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -180,8 +180,9 @@ def local_address(host: str, port: int) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(f"--dist-init-addr {host}:{port} cannot be reached: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:  # the latter of a name that DNS cannot hold
+        reason = getattr(error, "strerror", None) or "this is no name of a host"
+        raise ConfigError(f"--dist-init-addr {host}:{port} cannot be reached: {reason}") from None
 
 
 def interface_of(address: str) -> str:

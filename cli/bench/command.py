@@ -3,6 +3,7 @@
 import asyncio
 import json as jsonlib
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -72,6 +73,8 @@ def bench(
     if url is None:
         record = find_instance(instance)
         url = url_of(record.host, record.port)
+    else:
+        url = checked_url(url)
     try:
         fields = jsonlib.loads(extra)
         assert isinstance(fields, dict)
@@ -106,6 +109,17 @@ def refuse_shape(ctx: typer.Context) -> None:
         source = ctx.get_parameter_source(parameter.name or "")
         if parameter.name in SHAPE and source is not None and source.name == "COMMANDLINE":
             raise CommandError(f"--suite has its own {parameter.opts[0]}; leave one of them out", ExitCode.USAGE)
+
+
+def checked_url(url: str) -> str:
+    """A server's URL without a last slash. Raises CommandError for what is none."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.hostname.encode("idna"):
+            return url.rstrip("/")
+    except ValueError:  # of a port, of brackets, or of a name that DNS cannot hold
+        pass
+    raise CommandError(f"--url {url}: expected a server's URL, such as http://127.0.0.1:8000", ExitCode.USAGE)
 
 
 def first_model(url: str, headers: dict[str, str]) -> str:

@@ -151,6 +151,27 @@ def test_the_key_is_sent(front: Front, tmp_path: Any) -> None:
     assert front.keys == ["Bearer s3cret", "Bearer other"]
 
 
+@pytest.mark.parametrize("content", [b"\xff", b"two words", b"a\nb", b""])
+def test_a_file_without_a_key_is_said_to_have_none(front: Front, tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    result = run("chat", "x", "--api-key-file", str(file))
+    assert (result.code, front.bodies) == (78, [])
+    assert f"the key file {file}" in result.err
+
+
+def test_text_that_is_none_is_a_usage_error(front: Front, tmp_path: Path) -> None:
+    """Python gives bytes of arguments and pipes that are not UTF-8 as lone surrogates."""
+    for result in (run("generate", "caf\udce9"), run("chat", "-", stdin="caf\udce9"), run("chat", "x", "-s", "\udce9")):
+        assert (result.code, front.bodies) == (2, [])
+        assert "not valid UTF-8" in result.err
+    file = tmp_path / "schema.json"
+    file.write_bytes(b'{"title": "\xe9"}')
+    result = run("generate", "x", "--json-schema", str(file))
+    assert (result.code, front.bodies) == (2, [])
+    assert f"cannot read the schema {file}: it is not text" in result.err
+
+
 @pytest.mark.parametrize(
     ("status", "code"), [(400, 2), (401, 77), (404, 3), (429, 75), (500, 1), (503, common.ExitCode.UNAVAILABLE)]
 )

@@ -223,6 +223,19 @@ def test_a_server_that_is_not_there() -> None:
     assert "cannot connect to 127.0.0.1:1" in done.err
 
 
+@pytest.mark.parametrize(
+    "url", ["", "localhost:8000", "ftp://x", "http://", "http://[", "http://x:99999", "http://a..b"]
+)
+def test_a_url_that_is_none_is_a_usage_error(url: str) -> None:
+    done = run("bench", "--url", url, "-n", "1", "--model", "m")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"--url {url}: expected a server's URL" in done.err
+
+
+def test_a_slash_at_the_end_of_the_url_is_none_of_the_path(server: Server) -> None:
+    assert run("bench", "--url", f"{server.url}/", "-n", "1", "--output-tokens", "1").code == 0
+
+
 def test_extra_must_be_an_object(server: Server) -> None:
     assert run("bench", "--url", server.url, "--extra", "[1]").code == 2
     assert run("bench", "--url", server.url, "--extra", "{").code == 2

@@ -6,9 +6,11 @@ import threading
 import msgspec
 import pytest
 
+from llmserve.runtime.config import ConfigError
 from llmserve.runtime.launch import in_thread, made_progress
-from llmserve.runtime.listener import url_of
+from llmserve.runtime.listener import bind, url_of
 from llmserve.runtime.messages import SchedulerMetrics
+from llmserve.runtime.ranks import local_address
 
 BEFORE = SchedulerMetrics(
     time=100.0,
@@ -88,3 +90,11 @@ def test_an_abandoned_thread_holds_nothing_up() -> None:
 )
 def test_the_address_that_is_shown_can_be_typed(host: str, url: str) -> None:
     assert url_of(host, 8000) == url
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "caf\udce9"])
+def test_what_is_no_name_of_a_host_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--host .*: this is no name of a host; give an address"):
+        bind(host, 0)
+    with pytest.raises(ConfigError, match=r"^--dist-init-addr .*:1 cannot be reached: this is no name of a host"):
+        local_address(host, 1)
