@@ -4,7 +4,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from llmserve.cli.console import Console
-from llmserve.cli.ps import ask_load
+from llmserve.cli.loads import ask_load
 
 if TYPE_CHECKING:
     from llmserve.runtime.instance import InstanceRecord

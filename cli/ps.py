@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -10,14 +10,12 @@ import typer
 
 from llmserve.cli.common import JsonOption, TimeoutOption, console_of
 from llmserve.cli.format import duration
+from llmserve.cli.loads import LOAD_TIMEOUT_S, Load, ask_loads, state_of
 from llmserve.runtime.instance import InstanceRecord, list_instances
-from llmserve.runtime.ports import replica_of
-
-LOAD_TIMEOUT_S = 1.0
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance; an element of what --json prints. `running` and `waiting` are null when the scheduler is silent."""
+    """One instance, as --json prints it. `running` and `waiting` are null when its scheduler does not answer."""
 
     name: str
     model: str
@@ -30,11 +28,11 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...] = ()
     log_path: str = ""
     children: tuple[int, ...] = ()
-    replicas: tuple["Load", ...] = ()
-    """What each replica has and is, where there are several."""
+    replicas: tuple[Load, ...] = ()
+    """The load and state of each replica, where there are several."""
     lost_replicas: tuple[int, ...] = ()
     ranks: tuple[dict[str, object], ...] = ()
-    """The schedulers' processes, all ranks of all replicas."""
+    """All ranks of all replicas, as ProcessInfo."""
 
 
 def ps(
@@ -71,7 +69,7 @@ def ps(
 
 
 def look(record: InstanceRecord, timeout_s: float, ranks: bool = False) -> Line:
-    """What is known of an instance, its scheduler asked; with `ranks` also of each of its ranks."""
+    """What the record and the schedulers say of an instance; with `ranks` also all its ranks."""
     loads = ask_loads(record, timeout_s) if record.alive and record.state != "starting" else []
     return Line(
         name=record.name,
@@ -91,60 +89,14 @@ def look(record: InstanceRecord, timeout_s: float, ranks: bool = False) -> Line:
     )
 
 
-class Load(msgspec.Struct, frozen=True):
-    """Of a replica, or of all together."""
-
-    running: int
-    waiting: int
-    state: str
-    replica: int = 0
-
-
 def shares(line: Line, name: str) -> str:
-    """A count of the replicas, side by side."""
+    """The counts of the replicas, such as 3+0; "-" when they are not known."""
     counts = [getattr(load, name) for load in line.replicas or (line,)]
     return "+".join("-" if count is None else str(count) for count in counts)
 
 
-def state_of(record: InstanceRecord, loads: Sequence[Load]) -> str:
-    """The scheduler knows best whether it is paused, the main process whether it ends."""
-    if not record.alive:
-        return "dead"
-    if record.stopped:
-        return "silent"
-    if record.state != "ready":
-        return record.state
-    state = " and ".join(dict.fromkeys(load.state for load in loads)) or "silent"
-    return "degraded" if state == "ready" and record.lost_replicas else state
-
-
-def ask_loads(record: InstanceRecord, timeout_s: float = LOAD_TIMEOUT_S) -> list[Load]:
-    """Those of all replicas; none where one does not answer soon."""
-    from llmserve.runtime.client import RpcCallError, RpcClient
-    from llmserve.runtime.messages import GetLoadReqInput
-
-    loads = []
-    for address in record.rpc_addresses:
-        try:
-            with RpcClient(address, timeout_s=timeout_s) as client:
-                answer = client.call(GetLoadReqInput())
-        except RpcCallError:
-            return []
-        loads.append(Load(answer.running, answer.waiting, answer.state, replica_of(address)))
-    return loads
-
-
-def ask_load(record: InstanceRecord, timeout_s: float = LOAD_TIMEOUT_S) -> Load | None:
-    """That of all replicas; None where one does not answer soon."""
-    loads = ask_loads(record, timeout_s)
-    if not loads:
-        return None
-    running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
-    return Load(running, waiting, state_of(record, loads))
-
-
 def ask_ranks(record: InstanceRecord, timeout_s: float) -> Iterator[dict[str, object]]:
-    """All ranks of the replicas that answer soon."""
+    """All ranks of the replicas that answer within `timeout_s` seconds."""
     from llmserve.runtime.client import RpcCallError, RpcClient
     from llmserve.runtime.messages import GetStatusReqInput
 

@@ -8,8 +8,8 @@ import typer
 from llmserve.cli import format
 from llmserve.cli.common import InstanceOption, JsonOption, TimeoutOption, console_of
 from llmserve.cli.console import Console
+from llmserve.cli.loads import Load, state_of
 from llmserve.cli.ping import delay_of
-from llmserve.cli.ps import Load, state_of
 from llmserve.runtime.config import flag
 
 if TYPE_CHECKING:

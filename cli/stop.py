@@ -11,7 +11,7 @@ import typer
 from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
 from llmserve.cli.console import Console
 from llmserve.cli.format import duration, plural
-from llmserve.cli.ps import ask_load
+from llmserve.cli.loads import ask_load
 from llmserve.runtime.instance import InstanceError, InstanceRecord, sweep_stale
 
 LOOK_EVERY_S = 0.5
