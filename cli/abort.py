@@ -21,7 +21,7 @@ SAFE_RID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
 
 
 def complete_rid(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Shell completion of the rids that run or wait, but for those in which a shell might see more than a name."""
+    """Shell completion of the rids that run or wait, except those with characters that are special to a shell."""
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.client import RpcCallError
     from llmserve.runtime.instance import InstanceError

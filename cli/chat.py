@@ -10,7 +10,7 @@ from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOpti
 from llmserve.cli.console import Console
 
 Ask = Callable[[list[dict[str, str]]], answer.Answer]
-"""Sends the messages of a conversation and gives the answer to them."""
+"""Makes the Answer to the messages of a conversation."""
 HELP = """\
 /system TEXT  set the system prompt and begin anew    /clear  begin anew
 /quit         leave (or Ctrl-D)                       Ctrl-C  end the answer"""
@@ -84,7 +84,7 @@ class Conversation:
 
 
 def talk(console: Console, conversation: Conversation, ask: Ask, model: str) -> None:
-    """The conversation on a terminal, until Ctrl-D or /quit. An error of one answer does not end it."""
+    """Runs the conversation on a terminal, until Ctrl-D or /quit. A failed answer does not end it."""
     import readline  # noqa: F401  (gives input() its line editing and history)
 
     console.err.print(f"Talking with [bold]{model}[/]. /help lists commands; Ctrl-D leaves.", style="dim")
@@ -114,7 +114,7 @@ def talk(console: Console, conversation: Conversation, ask: Ask, model: str) -> 
 
 
 def turn(console: Console, conversation: Conversation, ask: Ask, text: str) -> None:
-    """Asks for one answer and shows it. What came before Ctrl-C stays in the conversation."""
+    """Asks for one answer and shows it. After Ctrl-C, the text that has come stays in the conversation."""
     result = ask(conversation.with_user(text))
     try:
         result.show()

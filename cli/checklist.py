@@ -1,4 +1,4 @@
-"""How a start is shown: a checklist on a terminal, log lines off it. Both are a LaunchObserver of runtime/launch.py."""
+"""Shows the progress of a start: as a checklist on a terminal, else as log lines. Both are LaunchObservers."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ class Checklist:
     """The stages of a start on a terminal, then the address and a line to paste."""
 
     def __init__(self, console: RichConsole, title: str, with_key: bool, log: LiveLog | None = None) -> None:
-        """`log` is shown once it serves, in the foreground; in the background there is none."""
+        """`log` is shown once the instance serves, in the foreground; None in the background."""
         self._log = log
         self._console = console
         self._title = title
@@ -142,7 +142,7 @@ class LogLines:
         """The stack logs it."""
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Nothing to do."""
 
 
 def finished(line: Stage) -> str:
@@ -154,7 +154,7 @@ def finished(line: Stage) -> str:
 
 
 def running(line: Stage) -> RenderableType:
-    """A bar where there is something to count."""
+    """A progress bar, for a stage that counts bytes."""
     if line.unit != "bytes" or not line.total:
         return ""
     row = Table.grid(padding=(0, 1))
@@ -165,7 +165,7 @@ def running(line: Stage) -> RenderableType:
 
 
 def curl_line(address: str, model: str, with_key: bool) -> str:
-    """A request to paste into a shell. The key itself is never shown."""
+    """A curl command to paste into a shell. The API key itself is never shown."""
     body = f'{{"model": {json.dumps(model)}, "max_tokens": 16,\n       "prompt": "The capital of France is"}}'
     lines = (
         f"curl {address}/v1/completions",

@@ -1,6 +1,6 @@
-"""The table of subcommands: which module each is in, its line in `llmserve --help` and its examples.
+"""The table of subcommands: their modules, their lines in `llmserve --help` and their examples.
 
-It imports none of them: main.py loads a command when it is needed, docs.py all of them.
+It imports none of them: main.py loads a command when it is needed, manual.py loads all.
 """
 
 from typing import NamedTuple

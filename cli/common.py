@@ -1,6 +1,6 @@
-"""What the commands share: exit codes and errors, the options that many have, and finding and calling the instance.
+"""Shared by the commands: exit codes and errors, common options, finding the instance, and asking for confirmation.
 
-Light on purpose (no rich, zmq or torch at import): every command imports it, completion and --help included.
+Every command imports it, even for completion and --help, so it imports neither rich, zmq nor torch.
 """
 
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ExitCode(IntEnum):
-    """What a command's exit status means (the numbers from 69 on are those of sysexits.h)."""
+    """The meanings of exit statuses; those from 69 on are from sysexits.h."""
 
     OK = 0
     FAILED = 1
@@ -40,9 +40,9 @@ class CommandError(Exception):
 
 
 def exit_code_of(error: Exception) -> int | None:
-    """The exit status of an error that is meant for the user, or None for one that is a bug.
+    """The exit status for an error that is meant for the user; None for a bug.
 
-    llmserve's own errors that a user should read carry an `exit_code` (Typer's do too: those are left to Typer).
+    llmserve's own errors for users have an `exit_code`. Typer's have one too, but are left to Typer.
     """
     if type(error).__module__.startswith("llmserve."):
         code = getattr(error, "exit_code", None)
@@ -96,10 +96,11 @@ def find_instance(name: str | None) -> "InstanceRecord":
 
 
 def confirm(console: Console, count: Callable[[], int], what: str, yes: bool) -> None:
-    """Asks before so many requests are ended in bulk: "abort 3 requests" and then `what`. Raises CommandError.
+    """Asks for confirmation before requests are aborted in bulk: "abort 3 requests" followed by `what`. Raises
+    CommandError unless it is given.
 
-    Where none would end there is nothing to ask. Off a terminal `--yes` is needed, also then: a script must not fail
-    only on the day when requests run.
+    Without requests to abort it does not ask. Without a terminal `--yes` is required even then, so that a script does
+    not fail only when requests run.
     """
     if yes:
         return

@@ -43,7 +43,7 @@ def config(
 
 
 def launch_context(ctx: typer.Context, file: Path | None) -> Any:
-    """Launch as it would be called here without a flag."""
+    """The context of `llmserve launch` as it would be run here without flags."""
     group: Any = ctx.find_root().command
     group.load("launch")
     arguments = ["--config", str(file)] if file else []
@@ -51,7 +51,7 @@ def launch_context(ctx: typer.Context, file: Path | None) -> Any:
 
 
 def resolve(launch: Any, file: Path | None) -> list[dict[str, Any]]:
-    """One row an option of launch: its name, its value and the source of it, as Typer itself works them out."""
+    """One row per option of launch: name, value and source, as Typer resolves them."""
     rows = []
     for parameter in launch.command.params:
         if parameter.name in ("config", "detach", "help"):
@@ -68,7 +68,7 @@ def resolve(launch: Any, file: Path | None) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it."""
+    """The value as JSON data."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return [plain(item) for item in value] if isinstance(value, list | tuple) else str(value)

@@ -1,4 +1,6 @@
-"""The configuration file: TOML whose keys are launch's options. It fills in what no flag and no variable says."""
+"""The configuration file: TOML with the options of launch as keys, used where neither a flag nor a variable is
+given.
+"""
 
 import os
 import tomllib
@@ -12,13 +14,13 @@ from llmserve.runtime.config import ConfigError
 
 
 def default_path(environ: Mapping[str, str]) -> Path:
-    """Where the file is looked for without --config: $XDG_CONFIG_HOME/llmserve/config.toml."""
+    """The path of the file without --config: $XDG_CONFIG_HOME/llmserve/config.toml."""
     base = environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return Path(base, "llmserve", "config.toml")
 
 
 def file_in_effect(path: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """The named file, else the default one if it is there."""
+    """The named file, else the default one if it exists."""
     if path is not None:
         return path.expanduser()
     default = default_path(environ)
@@ -26,7 +28,7 @@ def file_in_effect(path: Path | None, environ: Mapping[str, str]) -> Path | None
 
 
 def read(path: Path, ctx: typer.Context) -> dict[str, Any]:
-    """The file's values by parameter name of the command in `ctx`. Raises ConfigError naming the file and the key."""
+    """The values in the file, by parameter name of the command in `ctx`. Raises ConfigError, naming file and key."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -45,14 +47,14 @@ def read(path: Path, ctx: typer.Context) -> dict[str, Any]:
 
 
 def keys_of(parameter: Any) -> list[str]:
-    """What a parameter may be called in the file: its long option without the dashes, or the argument's name."""
+    """The keys of a parameter in the file: its long option without dashes, or the argument's name."""
     if parameter.name in ("config", "detach", "help"):
         return []
     return [name.removeprefix("--") for name in parameter.opts]
 
 
 def apply(ctx: typer.Context, value: Path | None) -> Path | None:
-    """Callback of --config: what the file says becomes the defaults of the command's other options."""
+    """Callback of --config: makes the values in the file the defaults of the command's other options."""
     path = file_in_effect(value, os.environ)
     if path is not None and not ctx.resilient_parsing:
         ctx.default_map = read(path, ctx)

@@ -1,7 +1,7 @@
-"""Console: the terminal as a command sees it, handed to it and never global, so that tests can give their own.
+"""Console: the streams of a command, passed to it and never global, so that tests can pass their own.
 
-Data goes to stdout, everything else (notes, errors, questions, progress) to stderr. It owns when colour is allowed; it
-knows nothing about instances or commands. Rich is imported only when something is drawn with it.
+Data goes to stdout; notes, errors, questions and progress go to stderr. It decides whether colour is allowed, and knows
+nothing about instances or commands. Rich is imported only when it is used.
 """
 
 import os
@@ -19,12 +19,12 @@ for _code in range(0x80, 0xA0):  # C1: some terminals act on them as on ESC [
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters made visible: a rid or a prompt is shown, never executed by the terminal."""
+    """`text` with control characters made visible, so that a rid or a prompt cannot control the terminal."""
     return text.translate(CONTROL_PICTURES)
 
 
 class Console:
-    """The three streams of a command and what may be written to them."""
+    """The three streams of a command and its environment variables."""
 
     def __init__(self, stdin: TextIO, stdout: TextIO, stderr: TextIO, environ: Mapping[str, str]) -> None:
         self.stdin = stdin
@@ -45,7 +45,7 @@ class Console:
 
     @property
     def asks(self) -> bool:
-        """Whether there is someone to ask: a terminal to read from and one to show the question on."""
+        """Whether questions can be asked: stdin and stderr are terminals."""
         return self.stdin.isatty() and self.stderr.isatty()
 
     @property
@@ -59,12 +59,12 @@ class Console:
         return self._rich(self.stderr)
 
     def print(self, text: str = "", end: str = "\n") -> None:
-        """Writes a line of data to stdout at once, as it is."""
+        """Writes a line of data to stdout, unchanged, and flushes."""
         self.stdout.write(text + end)
         self.stdout.flush()
 
     def json(self, value: object) -> None:
-        """Writes one JSON value to stdout: indented for a reader, on one line for a program."""
+        """Writes a JSON value to stdout: indented on a terminal, else on one line."""
         import json
 
         indent = 2 if self.stdout.isatty() else None
@@ -72,7 +72,7 @@ class Console:
         self.print(json.dumps(value, indent=indent, ensure_ascii="utf" not in encoding, allow_nan=False))
 
     def note(self, text: str) -> None:
-        """Says something about the work to whoever watches (stderr)."""
+        """Writes a line for the user to stderr."""
         self.stderr.write(text + "\n")
         self.stderr.flush()
 
@@ -82,7 +82,7 @@ class Console:
         self.note(f"{mark} {text}")
 
     def ask(self, question: str) -> bool:
-        """Asks a yes-or-no question on stderr; anything but yes is no. Only where `asks`."""
+        """Asks a yes-or-no question on stderr; anything but yes is no. Requires `asks`."""
         self.stderr.write(f"{question} [y/N] ")
         self.stderr.flush()
         return self.stdin.readline().strip().lower() in ("y", "yes")
@@ -90,7 +90,8 @@ class Console:
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
         """Writes aligned columns to stdout, a header line first; the columns named in `right` align right.
 
-        Control characters in cells are made visible. The same text on a terminal and off it, but for a bold header.
+        Control characters in cells are made visible. The text is the same on and off a terminal, except for a bold
+        header.
         """
         from rich.cells import cell_len  # some characters are two columns wide, some none
 

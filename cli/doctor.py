@@ -1,4 +1,4 @@
-"""`llmserve doctor`: looks at this machine and its instances for what goes wrong, and repairs what can be."""
+"""`llmserve doctor`: diagnoses this machine and its instances, and repairs what can be repaired."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ COLORS = {"ok": "32", "warning": "33", "bad": "31", "fixed": "36"}
 
 
 class Finding(NamedTuple):
-    """One line of the report. "bad" makes the exit status 1."""
+    """One line of the report. A "bad" one makes the exit status 1."""
 
     check: str
     status: Literal["ok", "warning", "bad", "fixed"]
@@ -68,7 +68,7 @@ def doctor(
 
 
 def show(console: Console, findings: list[Finding]) -> None:
-    """A line a finding; on a terminal a long one goes on below its beginning."""
+    """Prints a line per finding; on a terminal long ones are wrapped with a hanging indent."""
     width = max(len(finding.check) for finding in findings)
     for check, status, detail in findings:
         mark = f"{GLYPHS[status]} {status.ljust(7)}"
@@ -81,7 +81,7 @@ def show(console: Console, findings: list[Finding]) -> None:
 
 
 def examine(fix: bool, port: int, timeout_s: float) -> Iterator[Finding]:
-    """All the checks, in the order in which they are shown."""
+    """Runs all checks, in the order in which they are shown."""
     yield from libraries()
     yield default_model()
     try:
@@ -144,7 +144,7 @@ def stale(records: list[InstanceRecord], fix: bool) -> Iterator[Finding]:
 
 
 def orphans(fix: bool) -> Iterator[Finding]:
-    """Processes of ranks and detokenizers whose instance is gone."""
+    """Child processes whose instance is gone."""
     found = [process for process in children() if is_orphan(process)]
     if fix:
         kill(found)
@@ -161,7 +161,7 @@ def orphans(fix: bool) -> Iterator[Finding]:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """Ends processes and waits until all have ended, a moment at most."""
+    """Kills processes and waits up to GRACE_S seconds until all have ended."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -171,7 +171,7 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 def ended(process: psutil.Process) -> bool:
-    """Whether it runs no more; where nobody reaps orphans, as in many containers, it stays in the list for ever."""
+    """Whether a process has ended. It may stay a zombie where nobody reaps orphans, as in many containers."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -179,7 +179,7 @@ def ended(process: psutil.Process) -> bool:
 
 
 def children() -> Iterator[psutil.Process]:
-    """This user's child processes of instances, whatever registry those are in."""
+    """All child processes of this user's instances, whatever their XDG_RUNTIME_DIR."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.uids().real == os.getuid() and CHILD_MODULE in process.cmdline()[1:4]:
@@ -187,9 +187,9 @@ def children() -> Iterator[psutil.Process]:
 
 
 def is_orphan(process: psutil.Process) -> bool:
-    """Whether a child has been handed to the system's first process, because the one that started it has died.
+    """Whether a child process was reparented to init, because its main process has died.
 
-    In a container the main process may itself be the first one, so what that one is counts too.
+    In a container the main process itself may be process 1, so the name of the parent counts too.
     """
     try:
         parent = process.parent()
@@ -230,7 +230,7 @@ def memory() -> Finding:
 
 
 def ask(record: InstanceRecord, timeout_s: float) -> "list[GetStatusReqOutput] | RpcCallError":
-    """What each replica of an instance says of itself, or why it does not."""
+    """The status of each replica of an instance, or the error of the call."""
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.client import RpcCallError
     from llmserve.runtime.messages import GetStatusReqInput
@@ -243,14 +243,14 @@ def ask(record: InstanceRecord, timeout_s: float) -> "list[GetStatusReqOutput] |
 
 
 def lost(record: InstanceRecord) -> Iterator[Finding]:
-    """Replicas that have died while others serve on."""
+    """Replicas that have died while others serve."""
     for replica in record.lost_replicas:
         detail = f'"{record.name}" has lost replica {replica}, whose end `llmserve logs` tells; restart it'
         yield Finding("replicas", "bad", detail)
 
 
 def pool(name: str, answers: "list[GetStatusReqOutput]") -> Finding:
-    """Whether an instance's KV pool, which is filled as it is used, still fits into the memory."""
+    """Whether the KV pool of an instance, which becomes resident as it is used, fits into the available memory."""
     available = psutil.virtual_memory().available
     size = sum(answer.kv_bytes_total for answer in answers)
     resident = sum(p.rss_bytes for answer in answers for p in answer.processes if p.role == "scheduler")
@@ -264,7 +264,7 @@ def pool(name: str, answers: "list[GetStatusReqOutput]") -> Finding:
 
 
 def threads(running: "dict[str, list[GetStatusReqOutput]]") -> Finding:
-    """Whether all that compute have a core each."""
+    """Whether there is a core for each computing thread of the running instances."""
     cores = len(os.sched_getaffinity(0))
     counts = {name: sum(computing(answer.options, cores) for answer in found) for name, found in running.items()}
     total = sum(counts.values())
@@ -281,7 +281,7 @@ def threads(running: "dict[str, list[GetStatusReqOutput]]") -> Finding:
 
 
 def computing(options: dict[str, Any], cores: int) -> int:
-    """The threads of one replica's ranks; without --threads all ranks of an instance share the cores."""
+    """The computing threads of one replica. Without --threads all ranks of an instance share the cores."""
     ranks: int = options["tp_size"] * options["pp_size"]
     threads_each: int = options["threads"] or max(1, cores // (ranks * options["dp_size"]))
     return ranks * threads_each

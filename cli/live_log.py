@@ -1,6 +1,6 @@
-"""The log of an instance on the terminal that it was launched from: short lines, as they are written, by all processes.
+"""The live log on the terminal of a foreground launch: the lines of all processes, shortened.
 
-The log itself (runtime/logs.py) stays whole in its file; `llmserve logs` shows that.
+The file that runtime/logs.py writes stays complete; `llmserve logs` prints it.
 """
 
 import threading
@@ -18,12 +18,14 @@ POLL_S = 0.2
 QUIET = ("debug", "info")
 STYLES = {"warning": "yellow", "error": "red", "critical": "bold red"}
 LAST = "9999"
-"""After every time in a log."""
+"""Sorts after every timestamp in a log."""
 PROCESS_WIDTH = len("detokenizer")
 
 
 class LiveLog:
-    """Follows the log from `start` to `stop`. Lines from `speak` to `hush` are shown, else only what is wrong."""
+    """Follows the log from `start` to `stop`. Shows all lines between `speak` and `hush`, otherwise only warnings and
+    errors.
+    """
 
     def __init__(self, screen: RichConsole, path: Path) -> None:
         self._from = self._to = LAST
@@ -42,7 +44,7 @@ class LiveLog:
         self._to = now()
 
     def stop(self) -> None:
-        """Shows what is left. Safe to repeat."""
+        """Shows the remaining lines and ends. Safe to repeat."""
         self._over.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.0)
@@ -73,7 +75,7 @@ class LiveLog:
 
 
 def now() -> str:
-    """As the log has it."""
+    """The current time in the format of the log."""
     return datetime.now().isoformat(timespec="milliseconds")
 
 

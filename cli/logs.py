@@ -17,7 +17,7 @@ from llmserve.runtime.logs import kept_log
 
 POLL_S = 0.2
 LINE = re.compile(r"(?P<time>\d{4}-\S+) (?P<level>[a-z]+) (?P<process>\S+): (?P<message>.*)")
-"""As runtime/logs.py writes it."""
+"""A line as runtime/logs.py writes it."""
 LINE_SAFE = {code: shown for code, shown in CONTROL_PICTURES.items() if chr(code) not in "\n\t"}
 
 
@@ -67,7 +67,9 @@ def logs(
 
 
 def find_with_log(name: str | None) -> InstanceRecord:
-    """The instance to read, when it is named also one that has ended badly. Raises InstanceError or CommandError."""
+    """The instance whose log to read; one that is named may have failed or died. Raises InstanceError or
+    CommandError.
+    """
     known = {record.name: record for record in list_instances()}
     kept = kept_log(name) if name else None
     if kept and name and name not in known and kept.exists():
@@ -83,7 +85,7 @@ def find_with_log(name: str | None) -> InstanceRecord:
 
 
 def write(console: Console, text: bytes, json: bool) -> bytes:
-    """Shows the whole lines of `text`, and returns what comes after them."""
+    """Prints the complete lines of `text`; returns the incomplete last one."""
     *lines, rest = text.split(b"\n")
     for line in (line.decode(errors="replace") for line in lines):
         if json:

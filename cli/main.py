@@ -1,7 +1,7 @@
-"""The `llmserve` command: how its subcommands (commands.py) are loaded, run and ended.
+"""The `llmserve` command: loads and runs its subcommands (commands.py), and turns their errors into messages.
 
-A command's module is imported only when that command is run, completed or asked for its help, so that `llmserve --help`
-costs what a bare Typer program costs. What commands do is in their modules; every error meant for the user ends here.
+The module of a command is imported only when that command is run, completed or asked for help, so that `llmserve
+--help` is as fast as an empty Typer program.
 """
 
 import errno
@@ -24,7 +24,7 @@ CONTEXT_SETTINGS = {"help_option_names": ["--help", "-h"]}
 
 
 def without_type(parameters: list[Any]) -> list[Any]:
-    """The parameters, switches without a type in the help: they take no value, and "<bool>" looks as if they did."""
+    """The parameters, with "<bool>" removed from the help of switches, which take no value."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
@@ -39,7 +39,7 @@ class Command(TyperCommand):
 
 
 class LazyGroup(TyperGroup):
-    """A group whose commands are entries of COMMANDS until one is needed in full."""
+    """A group whose commands are placeholders made from COMMANDS until they are needed."""
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
@@ -53,7 +53,7 @@ class LazyGroup(TyperGroup):
         return without_type(super().get_params(ctx))
 
     def load(self, name: str) -> None:
-        """Puts the real command `name` in the place of its entry."""
+        """Replaces the placeholder of `name` by the real command."""
         entry = COMMANDS.get(name)
         if entry is None or self.commands[name].callback is not None:
             return
@@ -77,7 +77,7 @@ class LazyGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command and turns an error that is meant for the user into its text and exit status."""
+        """Runs the command; prints errors that are meant for the user, and exits with their status."""
         try:
             return super().invoke(ctx)
         except OSError as error:

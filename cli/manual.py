@@ -1,7 +1,7 @@
-"""The man pages and shell completions, written from the commands themselves: `llmserve generate-docs`.
+"""`llmserve generate-docs`: generates the man pages and shell completions from the commands.
 
-A page is what Typer knows of a command, walked parameter by parameter; the sections that no command knows of (exit
-status, files) are here.
+A page has what Typer knows about a command, parameter by parameter; the text of the other sections (exit status, files)
+is here.
 """
 
 from collections.abc import Iterable
@@ -118,7 +118,7 @@ def main_page(group: Any, names: list[str]) -> str:
 
 
 def page(name: str, command: Any) -> str:
-    """The page of one command. Raises nothing: what a command does not say is left out."""
+    """The man page of one command."""
     entry = COMMANDS[name]
     context = command.context_class(command, info_name=name, **command.context_settings)
     lines = heading(f"llmserve-{name}", entry.help.rstrip(".")[0].lower() + entry.help.rstrip(".")[1:])
@@ -160,7 +160,7 @@ def heading(title: str, summary: str) -> list[str]:
 
 
 def options(context: Any, command: Any) -> list[str]:
-    """The options, under the panels that --help shows them in."""
+    """The options, in the panels of --help."""
     lines = []
     panel = None
     for parameter in command.get_params(context):
@@ -212,12 +212,12 @@ def examples(commands: Iterable[str]) -> list[str]:
 
 
 def dashed(text: str) -> str:
-    """Dashes that stay dashes when they are copied out of the page (groff_char(7))."""
+    """The text with dashes that groff keeps as ASCII dashes (groff_char(7)), so that they can be copied."""
     return text.replace("-", r"\-")
 
 
 def roff(text: str) -> str:
-    """Plain text for groff: backslashes and dashes as themselves, and no line that looks like a request."""
+    """Plain text escaped for groff: backslashes, dashes, and lines that would be requests."""
     text = dashed(" ".join(text.split()).replace("\\", r"\e"))
     return rf"\&{text}" if text.startswith((".", "'")) else text
 

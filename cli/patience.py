@@ -1,4 +1,4 @@
-"""Says why no token comes, while a command waits for one: an instance that is paused is silent without a word."""
+"""Tells the user that the instance is paused, while a command waits for a token in vain."""
 
 import threading
 from typing import TYPE_CHECKING
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from llmserve.runtime.instance import InstanceRecord
 
 SILENCE_S = 1.0
-"""After so long a wait the scheduler is asked what it does, and again each time as long."""
+"""After so long without an event the scheduler is asked for its state, and again at this interval."""
 
 
 class Patience:
-    """Watches an answer in a thread of its own, within `with`; call `heard` whenever something comes."""
+    """Watches a streamed answer in a thread, within `with`. Call `heard` at each event."""
 
     def __init__(self, console: Console, record: "InstanceRecord") -> None:
         self._console = console

@@ -15,7 +15,7 @@ NUMBERS = ("AGE", "PROMPT", "CACHED", "OUTPUT", "TOK/S", "TTFT")
 
 
 class Listed(NamedTuple):
-    """A choice of a request, and the replica that has it."""
+    """A choice of a request and its replica."""
 
     replica: int
     info: RequestInfo
@@ -54,7 +54,7 @@ def requests(
 
 
 def show(console: Console, found: list[Listed], several: bool, show_text: bool, json: bool) -> None:
-    """`several`: whether it is worth saying which replica has a request."""
+    """Prints the list. `several`: whether there are several replicas, so that the table has a REPLICA column."""
     if json:
         console.json([as_json(listed, show_text) for listed in found])
         return

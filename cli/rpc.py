@@ -1,6 +1,6 @@
-"""Calls to the running instance: one client a replica, straight to the schedulers' RPC sockets.
+"""RPC calls to all replicas of a running instance, straight to the schedulers' sockets, and showing their progress.
 
-The commands use it and nothing else of the RPC. Importing it loads zmq, so commands import it when they run.
+Importing it loads zmq, so commands import it when they run.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,9 @@ class Remote:
 
     @staticmethod
     def find(instance: str | None, timeout_s: float) -> "Remote":
-        """The running instance called so, or the only one. Raises InstanceError, CommandError while it starts."""
+        """The schedulers of the running instance of this name, or of the only one. Raises InstanceError, and
+        CommandError while it starts.
+        """
         record = find_instance(instance)
         if record.state == "starting":
             raise CommandError(f'instance "{record.name}" is still starting', ExitCode.UNAVAILABLE)
@@ -41,7 +43,7 @@ class Remote:
     def each(
         self, request: ControlRequest[AnswerT], on_progress: OnProgress | None = None, timeout_s: float | None = None
     ) -> list[AnswerT]:
-        """Asks every replica the same, all at once, and gives their answers. Raises RpcCallError."""
+        """Sends the request to all replicas at the same time; returns their answers in order. Raises RpcCallError."""
         if len(self._clients) == 1:
             return [self._clients[0].call(request, on_progress, timeout_s)]
         import asyncio
@@ -54,11 +56,11 @@ class Remote:
 
     @property
     def replicas(self) -> list[int]:
-        """The dp_ranks of those that `each` asks."""
+        """The dp_ranks of the replicas, in the order of the answers of `each`."""
         return [replica_of(client.address) for client in self._clients]
 
     def label(self, replica: int) -> str:
-        """What a line about one of them begins with; nothing where there is only one."""
+        """The beginning of a line about one replica; empty if there is only one."""
         return f"replica {replica}: " if len(self._clients) > 1 else ""
 
     def open_requests(self) -> int:
@@ -77,7 +79,7 @@ class Remote:
 
 
 class ProgressReport:
-    """Shows the progress messages of a call: a bar on a terminal, a line a stage off it. Use with `with`."""
+    """Shows the progress messages of a call, within `with`: as a bar on a terminal, else as a line per stage."""
 
     def __init__(self, console: "Console") -> None:
         self._console = console

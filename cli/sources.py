@@ -1,4 +1,4 @@
-"""Where the values of launch's options come from, so that an error can name the place where it is to be mended."""
+"""The sources of launch's options (flag, variable, file), so that an error can name the place to correct."""
 
 import contextlib
 import difflib
@@ -13,17 +13,17 @@ from llmserve.cli.common import CommandError, ExitCode, exit_code_of
 
 PREFIX = "LLMSERVE_"
 KEYS = {"LLMSERVE_API_KEY": "api-key", "LLMSERVE_ADMIN_API_KEY": "admin-api-key"}
-"""The variables that are no options."""
+"""Variables that are not options."""
 
 
 def name_of(parameter: Any) -> str:
-    """What a parameter is called in the file and in tables: its long option without the dashes."""
+    """The name of a parameter in the file and in tables: its long option without dashes."""
     name: str = parameter.opts[0]
     return name.removeprefix("--")
 
 
 def place_of(ctx: Any, parameter: Any) -> str:
-    """The variable or the key of the file that set a parameter; "" where it was neither."""
+    """The variable or the key of the file that has set a parameter; "" for neither."""
     source = ctx.get_parameter_source(parameter.name)
     if source is not None and source.name == "ENVIRONMENT":
         return f"the variable {parameter.envvar}"
@@ -34,7 +34,7 @@ def place_of(ctx: Any, parameter: Any) -> str:
 
 @contextlib.contextmanager
 def places_told(ctx: typer.Context) -> Iterator[None]:
-    """Has an error name the variable or the file that set the options it is about. Raises CommandError instead."""
+    """Turns errors for users into CommandErrors that name the variable or file that has set the options concerned."""
     try:
         yield
     except Exception as error:
@@ -45,7 +45,7 @@ def places_told(ctx: typer.Context) -> Iterator[None]:
 
 
 def with_places(ctx: typer.Context, text: str) -> str:
-    """`text`, which names options, and after it who has set those that were not typed."""
+    """`text`, followed by the sources of the options named in it that were not given as flags."""
     for parameter in ctx.command.params:
         if parameter.name == "model":
             flag, model = "MODEL", ctx.params["model"]
@@ -60,7 +60,7 @@ def with_places(ctx: typer.Context, text: str) -> str:
 
 
 def bad_variable(error: typer.BadParameter) -> CommandError | None:
-    """The error of a variable whose value cannot be read, or None where it was typed."""
+    """The error for a variable or file with an invalid value; None for a value that was given as a flag."""
     parameter: Any = error.param
     if error.ctx is None or parameter is None or not (place := place_of(error.ctx, parameter)):
         return None
@@ -69,7 +69,7 @@ def bad_variable(error: typer.BadParameter) -> CommandError | None:
 
 
 def unknown_variables(command: Any, environ: Mapping[str, str]) -> Iterator[str]:
-    """A warning for each variable that looks like one of ours and is read by nothing. `command` is launch."""
+    """Warnings about variables that begin with LLMSERVE_ but are not used. `command` is launch."""
     known = {"LLMSERVE_INSTANCE", *KEYS, *(parameter.envvar for parameter in command.params if parameter.envvar)}
     for name in sorted(environ):
         if name.startswith(PREFIX) and name not in known:

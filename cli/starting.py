@@ -1,7 +1,8 @@
-"""Running a server from `llmserve launch`: in the foreground, or in the background until it is ready (`--detach`).
+"""Runs a server for `llmserve launch`: in the foreground, or in the background, returning when it is ready
+(`--detach`).
 
-Decides where the log goes: stderr off a terminal, else a file in the instance's directory, so that the checklist stays
-readable.
+It decides where the log goes: to stderr if that is not a terminal, else to a file in the instance's directory, so that
+the checklist stays readable.
 """
 
 import contextlib
@@ -66,7 +67,7 @@ def run_detached(console: Console, args: ServerArgs, secrets: Secrets) -> int:
 
 
 def run_in_background(args: ServerArgs, secrets: Secrets, events: TextIO) -> int:
-    """Serves as the leader of a new session, telling `events` how the start goes; returns the exit code."""
+    """Serves as the leader of a new session, reporting the start as JSON lines on `events`; returns the exit code."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -89,7 +90,7 @@ def run_in_background(args: ServerArgs, secrets: Secrets, events: TextIO) -> int
 
 
 class Relay:
-    """The observer in the background: writes what it sees as JSON lines, until the start is over."""
+    """The LaunchObserver in the background: writes each call as a JSON line, until the start is over."""
 
     def __init__(self, events: TextIO) -> None:
         self._events = events
@@ -111,7 +112,7 @@ class Relay:
         """The stack logs it."""
 
     def close(self) -> None:
-        """The pipe stays open: why the start failed is still to be told."""
+        """The pipe stays open, because the reason of a failure is still to be written."""
 
     def _write(self, *event: object) -> None:
         if not self._events.closed:
@@ -121,7 +122,9 @@ class Relay:
 
 
 def follow(console: Console, args: ServerArgs, secrets: Secrets, events: TextIO) -> str | None:
-    """Shows the events of a start in the background; returns the address, None when it ended without a word."""
+    """Shows the events of a start in the background; returns the address, or None when they end without one. Raises
+    CommandError when it fails.
+    """
     from llmserve.cli.checklist import Checklist, LogLines
 
     observer: Checklist | LogLines
@@ -148,7 +151,7 @@ def follow(console: Console, args: ServerArgs, secrets: Secrets, events: TextIO)
 
 
 class Terminal(io.TextIOWrapper):
-    """A terminal that may go away: what is written after that is lost, and must not keep the server from its drain."""
+    """A terminal that may disappear. Later writes are dropped, so that they do not keep the server from draining."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -166,7 +169,7 @@ class Terminal(io.TextIOWrapper):
 
 @contextlib.contextmanager
 def kept_terminal() -> Iterator[TextIO]:
-    """Gives the terminal that stderr leads to now; afterwards stdout and stderr lead to where they lead now."""
+    """Yields the terminal on stderr; restores stdout and stderr afterwards."""
     saved = os.dup(1), os.dup(2)
     try:
         with Terminal(os.fdopen(os.dup(2), "wb"), encoding=sys.stderr.encoding, errors="replace") as terminal:

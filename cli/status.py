@@ -83,7 +83,7 @@ def show(console: Console, record: "InstanceRecord", answer: "GetStatusReqOutput
 
 
 def options_of(record: "InstanceRecord", answer: "GetStatusReqOutput") -> list[tuple[str, OptionValue, bool]]:
-    """The options in effect by the names that one types, and whether the instance has chosen the value by itself."""
+    """The options in effect: name on the command line, value, and whether the instance has chosen it itself."""
     options, chosen = dict(answer.options), set(answer.chosen)
     if not options.get("served_model_names"):
         options["served_model_names"] = list(record.served_model_names)
@@ -108,7 +108,7 @@ def process_row(process: "ProcessInfo") -> list[str]:
 
 
 def shown(value: OptionValue) -> str:
-    """An option's value as one would type it; "-" where it is not set."""
+    """The value of an option as it would be typed; "-" if it is not set."""
     if value is None:
         return "-"
     if isinstance(value, bool):

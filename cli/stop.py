@@ -17,7 +17,9 @@ from llmserve.runtime.instance import InstanceError, InstanceRecord, sweep_stale
 LOOK_EVERY_S = 0.5
 ENDS_NOW_WITHIN_S = 2.0
 TAKES_NOTICE_WITHIN_S = 10.0
-"""A main process that hangs, or is stopped by SIGSTOP, never gets to its --drain-timeout."""
+"""How soon a drain must begin: a main process that hangs, or is stopped by SIGSTOP, never reaches its
+--drain-timeout.
+"""
 
 
 def stop(
@@ -51,7 +53,7 @@ def stop(
 
 
 def end(console: Console, record: InstanceRecord, now: bool, timeout: float | None) -> float:
-    """Ends an instance and returns the seconds that it took. Raises CommandError."""
+    """Ends an instance; returns the seconds that it took. Raises CommandError."""
     began = time.monotonic()
     process = open_process(record)
     try:
@@ -68,7 +70,7 @@ def end(console: Console, record: InstanceRecord, now: bool, timeout: float | No
 
 
 def open_process(record: InstanceRecord) -> int:
-    """A descriptor of the instance's main process, and of no other that got its pid since. Raises CommandError."""
+    """A pidfd of the instance's main process, not of another one that has got its pid. Raises CommandError."""
     try:
         process = os.pidfd_open(record.pid)
     except ProcessLookupError:
@@ -80,14 +82,14 @@ def open_process(record: InstanceRecord) -> int:
 
 
 def wait_gone(process: int, seconds: float) -> bool:
-    """Whether the process ends within so many seconds."""
+    """Whether the process ends within `seconds`."""
     return bool(select.select([process], [], [], seconds)[0])
 
 
 def wait_drained(console: Console, record: InstanceRecord, process: int, limit: float | None) -> None:
-    """Waits for the end, saying on a terminal what it waits for.
+    """Waits for the end of a drain, showing on a terminal how many requests are left.
 
-    Raises CommandError (75) after `limit` seconds, and earlier where the instance does not even begin to drain.
+    Raises CommandError (75) after `limit` seconds, or earlier when the instance does not begin to drain.
     """
     deadline = time.monotonic() + (limit if limit is not None else float("inf"))
     notice, drains = time.monotonic() + TAKES_NOTICE_WITHIN_S, False
@@ -113,7 +115,7 @@ def wait_drained(console: Console, record: InstanceRecord, process: int, limit: 
 
 
 def says_it_drains(record: InstanceRecord) -> bool:
-    """Whether the main process has taken notice, or is gone."""
+    """Whether the main process has begun to drain, or is gone."""
     try:
         return find_instance(record.name).state == "draining"
     except InstanceError:

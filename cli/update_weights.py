@@ -93,7 +93,7 @@ def update_weights(
 
 
 def interrupted(record: "InstanceRecord") -> str:
-    """What serves after Ctrl-C. The scheduler answers when the exchange, if it had begun, is over."""
+    """Which weights serve after Ctrl-C. If the exchange has begun, the scheduler answers after it."""
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.client import RpcCallError
 
@@ -107,7 +107,7 @@ def interrupted(record: "InstanceRecord") -> str:
 
 
 def folded(differences: Sequence[str]) -> list[str]:
-    """One line for what is the same in many layers: "layers.0-29.mlp.up_proj.weight: missing"."""
+    """The differences with one line for all layers that have the same: "layers.0-29.mlp.up_proj.weight: missing"."""
     layers: dict[str, list[int]] = {}
     for line in differences:
         number = LAYER.search(line)
@@ -116,7 +116,7 @@ def folded(differences: Sequence[str]) -> list[str]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """0, 1, 2 and 5 as "0-2,5"."""
+    """Numbers as ranges: 0, 1, 2 and 5 as "0-2,5"."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][-1] + 1:

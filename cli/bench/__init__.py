@@ -1,1 +1,1 @@
-"""`llmserve bench`: load.py says what is asked and counts, client.py asks, command.py is the command and its tables."""
+"""`llmserve bench`: load.py defines loads and their statistics, client.py sends requests, command.py is the command."""

@@ -1,6 +1,4 @@
-"""One streamed HTTP request, timed. Made to cost little beside the server that it measures: no more than asyncio and a
-parser in C.
-"""
+"""A timed, streamed HTTP request, with as little overhead as possible: only asyncio and a parser in C."""
 
 import asyncio
 import json
@@ -13,12 +11,12 @@ import msgspec
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """What came of one request. Times in seconds since it was sent; `error` is empty when it went well."""
+    """The outcome of one request. Times are in seconds since it was sent; `error` is empty on success."""
 
     ttft_s: float = 0.0
     e2e_s: float = 0.0
     last_s: float = 0.0
-    """When the last text came."""
+    """Time of the last text."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -26,7 +24,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
     @property
     def itl_s(self) -> float | None:
-        """The mean time between two tokens; None of a single one."""
+        """The mean time between tokens; None with fewer than two."""
         return (self.last_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
@@ -45,7 +43,7 @@ class Usage(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """As much of an event, or of a whole answer, as is counted."""
+    """The fields of an event, or of a whole answer, that are counted."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -53,7 +51,7 @@ class Event(msgspec.Struct):
 
 
 class Request:
-    """A request that can be sent any number of times to one server, which has `timeout_s` for each whole answer."""
+    """Sends requests to one server, which has `timeout_s` seconds for each whole answer."""
 
     def __init__(self, url: str, headers: dict[str, str], timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -66,7 +64,7 @@ class Request:
         self._head = "\r\n".join(lines)
 
     async def send(self, body: dict[str, Any]) -> Answer:
-        """Sends the body and reads the answer to its end. Whatever goes wrong is in the Answer."""
+        """Sends a body and reads the whole answer. Never raises: errors are in the Answer."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._send(body)
@@ -95,7 +93,7 @@ class Request:
 
 
 class Reading:
-    """The parser's callbacks: takes a body apart into events as it comes."""
+    """The parser's callbacks, which split the body into events as it comes."""
 
     def __init__(self) -> None:
         self.answer = Answer()
@@ -123,7 +121,7 @@ class Reading:
         self.complete = True
 
     def end(self, status: int) -> Answer:
-        """The answer, once all has come."""
+        """The answer, after the end of the response."""
         answer = self.answer
         answer.e2e_s = time.perf_counter() - self._began
         if status != 200:

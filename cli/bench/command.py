@@ -104,7 +104,7 @@ def bench(
 
 
 def refuse_shape(ctx: typer.Context) -> None:
-    """Raises CommandError where an option says of what shape the load is: the suite's loads have theirs."""
+    """Raises CommandError for an option that shapes the load, because the suite's loads have their own."""
     for parameter in ctx.command.params:
         source = ctx.get_parameter_source(parameter.name or "")
         if parameter.name in SHAPE and source is not None and source.name == "COMMANDLINE":
@@ -148,7 +148,7 @@ def run(
     extra: dict[str, Any],
     timeout_s: float,
 ) -> "Result":
-    """Puts one load, with a progress bar on a terminal."""
+    """Runs one load, with a progress bar on a terminal."""
     import uvloop
 
     from llmserve.cli.bench.load import put

@@ -1,1 +1,3 @@
-"""`llmserve top`: source.py gets samples, model.py makes a snapshot of them, view.py draws it, keys.py steers it."""
+"""`llmserve top`: source.py gets samples, model.py turns them into snapshots, view.py draws these, keys.py handles
+keys.
+"""

@@ -1,4 +1,4 @@
-"""The command `llmserve top`: its options, and the loops that join source, model, view and keys."""
+"""The command `llmserve top`: its options, and the loops that connect source, model, view and keys."""
 
 import signal
 import threading
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 ONCE_WIDTH = 100
 FIRST_S = 0.5
-"""So long the first numbers may take before it is shown that there are none yet."""
+"""How long to wait for the first numbers before drawing a screen without them."""
 NOTICE_S = 5.0
-"""How long a message stays."""
+"""How long a message is shown."""
 
 
 def top(
@@ -80,7 +80,7 @@ def top(
 
 
 class Feed:
-    """A model, and the source that feeds it from `with` on."""
+    """A model and the source that feeds it, within `with`."""
 
     def __init__(self, source: "Source") -> None:
         from llmserve.cli.top.model import Model
@@ -99,13 +99,13 @@ class Feed:
         self.source.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until something has come, and takes it. For where there is no screen that waits."""
+        """Waits until something has come, and takes it. For use without a screen, which waits itself."""
         self._came.wait(max(0.0, timeout_s))
         self._came.clear()
         self.pump()
 
     def pump(self) -> list[str]:
-        """Gives the model what has come, and returns what the user is to be told. Raises what ended the source."""
+        """Adds what has come to the model; returns notices for the user. Raises the error that ended the source."""
         from llmserve.cli.top.source import Ended, Notice
 
         notices = []
@@ -126,9 +126,9 @@ class Feed:
 
 
 def show_once(console: Console, source: "Source", json: bool, glyphs: "Glyphs", patience_s: float) -> None:
-    """One object, or one picture as wide as the terminal and as high as it needs to be.
+    """Prints one snapshot, as JSON or as a screen as wide as the terminal and as high as necessary.
 
-    Waits so long for two samples, between which there are rates. Raises CommandError (75) when nothing comes.
+    Waits up to `patience_s` for two samples, which rates need. Raises CommandError (75) when none comes.
     """
     from llmserve.cli.top.keys import Ui
     from llmserve.cli.top.spans import text_of
@@ -151,7 +151,7 @@ def show_once(console: Console, source: "Source", json: bool, glyphs: "Glyphs", 
 
 
 def show_lines(console: Console, source: "Source", json: bool, interval: float) -> None:
-    """A line an interval, until the source ends or the reader goes away."""
+    """Prints a line per interval, until the source ends or stdout is closed."""
     with Feed(source) as feed:
         due = time.monotonic() + interval
         while not feed.ended:
@@ -165,7 +165,7 @@ def show_lines(console: Console, source: "Source", json: bool, interval: float) 
 
 
 def show_screen(console: Console, source: "Source", ui: "Ui", glyphs: "Glyphs") -> None:
-    """The live screen, until it is quit."""
+    """Runs the live screen, until the user quits."""
     from llmserve.cli.top.keys import Quit
     from llmserve.cli.top.screen import Screen, Terminated
     from llmserve.cli.top.view import render
@@ -203,7 +203,7 @@ def show_screen(console: Console, source: "Source", ui: "Ui", glyphs: "Glyphs") 
 
 
 def as_json(snapshot: "Snapshot") -> dict[str, Any]:
-    """The snapshot without its history, which only the curves need."""
+    """The snapshot without its history, which only the graphs need."""
     fields: dict[str, Any] = msgspec.to_builtins(snapshot)
     del fields["history"]
     return fields

@@ -1,4 +1,4 @@
-"""One frame being drawn: what it shows and for whom, and the pieces that several panels share."""
+"""Frame: what a drawing is made from, and elements that several panels share."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Frame(NamedTuple):
         return [*line, (self.glyphs.rule * max(0, width - length(line)), "rule")]
 
     def bar(self, width: int) -> Line:
-        """Used, cached and free parts of the pool; a part that is there at all takes at least one cell."""
+        """A bar of the used, cached and free parts of the pool; a part above zero takes at least one cell."""
         cache = self.s.cache
         total = max(1, cache.total)
         used = min(width, max(round(width * cache.used / total), cache.used > 0))
@@ -35,7 +35,7 @@ class Frame(NamedTuple):
         ]
 
     def spark(self, values: Sequence[float], width: int) -> str:
-        """The last `width` values as a curve from 0 to their highest."""
+        """The last `width` values as a bar graph, scaled from 0 to the highest."""
         shown = values[-width:] if width else ()
         highest = max(shown, default=0.0)
         top = len(self.glyphs.spark) - 1

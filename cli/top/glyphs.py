@@ -1,4 +1,4 @@
-"""What the picture is drawn with: the characters of both alphabets, and what each state looks like."""
+"""The characters of the screen, Unicode or ASCII, and the symbol and style of each state."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as nvidia-smi tells them."""
+"""The GPUs of this machine, as nvidia-smi reports them."""
 
 import shutil
 import subprocess

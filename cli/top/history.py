@@ -1,4 +1,4 @@
-"""What the replicas have counted, kept for some minutes: rates, growth over a window, and curves second by second."""
+"""The counters of all replicas over the last minutes: rates, growth over a window, and values per second."""
 
 from bisect import bisect_right
 from collections import deque
@@ -11,12 +11,12 @@ from llmserve.runtime.histogram import added
 from llmserve.runtime.messages import Histogram, SchedulerMetrics
 
 RATE_S = 3.0
-"""Rates are over this last time: short enough to see a change, long enough to be read."""
+"""The window of rates: short enough to show a change, long enough to be readable."""
 HISTORY_S = 300
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """What all replicas together had counted at one time."""
+    """Gauges and counters of all replicas together at one time (Unix seconds)."""
 
     time: float
     running: int
@@ -36,7 +36,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History:
-    """Totals in the order of their time, over the last HISTORY_S."""
+    """Totals in order of time, over the last HISTORY_S seconds."""
 
     def __init__(self) -> None:
         self._totals: deque[Totals] = deque()
@@ -45,7 +45,7 @@ class History:
         return len(self._totals)
 
     def add(self, replicas: Iterable[SchedulerMetrics], time: float) -> None:
-        """Takes what all replicas had counted at `time`."""
+        """Adds the totals of all replicas at `time`."""
         self._totals.append(total(replicas, time))
         while self._totals[0].time < time - HISTORY_S - 1:
             self._totals.popleft()
@@ -58,18 +58,18 @@ class History:
         return self._totals[-1]
 
     def before(self, time: float) -> Totals:
-        """The newest totals that are at least as old as `time`, else the oldest."""
+        """The newest totals at or before `time`, else the oldest ones."""
         place = bisect_right(self._totals, time, key=lambda totals: totals.time)
         return self._totals[max(0, place - 1)]
 
     def rates(self, now: float) -> Callable[[Callable[[Totals], int]], float]:
-        """A function from a counter to its growth a second over the last RATE_S."""
+        """A function from a counter to its growth per second over the last RATE_S seconds."""
         newest, before = self._totals[-1], self.before(now - RATE_S)
         elapsed = newest.time - before.time
         return lambda counter: (counter(newest) - counter(before)) / elapsed if elapsed > 0 else 0.0
 
     def curves(self, now: float) -> dict[str, tuple[float, ...]]:
-        """Gauges and rates second by second: each second shows the last totals that came by its end."""
+        """Gauges and rates per second: each second has the last totals that came before its end."""
         if not self._totals:
             return {}
         first = self._totals[0].time

@@ -1,6 +1,6 @@
-"""What keys do: bytes of the terminal become keys, a key changes the Ui or asks for an action.
+"""Keys: parses the terminal's bytes into keys, each of which changes the Ui or asks for an action.
 
-It draws nothing (view.py) and does none of the actions (command.py).
+Drawing is in view.py; actions are carried out by source.py.
 """
 
 import re
@@ -80,13 +80,13 @@ Action = Abort | Flush | Quit
 
 
 class KeyReader:
-    """Turns the bytes that a terminal sends into names of keys. An escape sequence may come in pieces."""
+    """Turns bytes from a terminal into names of keys. An escape sequence may come in several pieces."""
 
     def __init__(self) -> None:
         self._pending = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """The keys that are complete now."""
+        """Takes bytes; returns the keys that are complete."""
         self._pending += data
         text = self._pending.decode(errors="ignore")
         rest = UNFINISHED.search(text)
@@ -94,7 +94,7 @@ class KeyReader:
         return [self._name(match) for match in SEQUENCE.finditer(text[: rest.start()] if rest else text)]
 
     def flush(self) -> list[str]:
-        """To be called when nothing has followed for a moment: a lone escape byte is the Esc key."""
+        """To be called when nothing has followed for a moment: a lone escape byte is the Esc key, then."""
         alone, self._pending = self._pending, b""
         return ["esc"] if alone else []
 
@@ -110,35 +110,35 @@ class KeyReader:
 
 @dataclass
 class Ui:
-    """What the user has chosen to see. The view draws it; `press` is the only thing that changes it."""
+    """The user's choice of what to see. Changed by `press`, except for `page` and `message`."""
 
     readonly: bool = False
     interval: float = 1.0
     paused: bool = False
     zoomed: bool = False
-    """Whether the requests have all of the screen."""
+    """Whether the table of requests has the whole screen."""
     sort: str = "AGE"
     reverse: bool = False
     wanted: str = ""
     tagged: dict[RequestKey, None] = field(default_factory=dict)
     chosen: RequestKey | None = None
     page: int = 10
-    """Rows that the table shows; the view says."""
+    """Rows of the table on the screen, set by the view."""
     mode: Literal["list", "detail", "help", "filter", "confirm"] = "list"
     asked: Action | None = None
-    """What waits for a yes in mode "confirm"."""
+    """The action that is to be confirmed, in mode "confirm"."""
     message: str = ""
 
     def rows(self, snapshot: Snapshot) -> list[Request]:
         return arrange(snapshot.requests, self.sort, self.reverse, self.wanted)
 
     def place(self, rows: list[Request]) -> int:
-        """Where the chosen request is in `rows`; the first when it is gone."""
+        """The index of the chosen request in `rows`; 0 when it is gone."""
         keys = [key_of(row) for row in rows]
         return keys.index(self.chosen) if self.chosen in keys else 0
 
     def press(self, key: str, snapshot: Snapshot) -> Action | None:
-        """Takes a key and returns what is to be done, if anything."""
+        """Handles a key; returns the action that it asks for, if any."""
         self.message = ""
         if key == "quit":
             return Quit()

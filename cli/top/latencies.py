@@ -1,4 +1,4 @@
-"""Latencies of the last minute: the growth of histograms over a window, and percentiles within it."""
+"""Latencies of the last minute: percentiles from the growth of histograms over a window."""
 
 from collections import deque
 
@@ -6,14 +6,14 @@ from llmserve.cli.top.snapshot import Latency, Quantiles
 from llmserve.runtime.messages import Histogram, HttpMetrics
 
 WINDOW_S = 60.0
-"""Quantiles and the hit rate are over this last time."""
+"""The window of quantiles and of the hit rate."""
 SHORT_S = 5.0
-"""Quantiles of less time than this may be of a handful of tokens: of fewer than FEW, all since the start count."""
+"""With a window below this and fewer than FEW tokens in it, quantiles are over the time since the start."""
 FEW = 5
 
 
 class Latencies:
-    """What the front has counted in the window, in the order of time."""
+    """The front's metrics within the window, in order of time."""
 
     def __init__(self) -> None:
         self._http: deque[HttpMetrics] = deque()
@@ -37,7 +37,9 @@ class Latencies:
         return self._http[-1]
 
     def latency(self, now: float, tokens: Histogram, before: Histogram) -> Latency:
-        """As it is at `now`. The time between tokens is the scheduler's: `tokens` now, `before` the window."""
+        """The latencies at `now`. Inter-token times come from the schedulers: `tokens` now, `before` at the start of
+        the window.
+        """
         newest = self.newest
         old: HttpMetrics | None = self._http[0]
         if newest.time - self._http[0].time < SHORT_S and sum(tokens.counts) - sum(before.counts) < FEW:
@@ -52,9 +54,10 @@ class Latencies:
 
 
 def quantiles(histogram: Histogram, since: Histogram | None = None) -> Quantiles:
-    """p50, p95 and p99 of what was observed after `since`, linear within a bucket as Prometheus' histogram_quantile().
+    """p50, p95 and p99 of the observations after `since`, interpolated linearly within a bucket like Prometheus'
+    histogram_quantile().
 
-    A quantile that falls above the last bound is given as that bound.
+    A quantile above the last bound is given as that bound.
     """
     old = since.counts if since is not None and since.bounds == histogram.bounds else (0,) * len(histogram.counts)
     counts = [new - before for new, before in zip(histogram.counts, old, strict=True)]

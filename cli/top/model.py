@@ -1,7 +1,7 @@
-"""The data behind `top`: samples go in, a Snapshot with every number that is shown comes out.
+"""The data model of `top`: takes samples, and makes Snapshots with every number that is shown.
 
-It knows no socket and no screen. Rates, quantiles and states are worked out here, so that the screen, `--json` and the
-plain lines agree. All times in seconds; a sample's own clock (Unix time) is the only clock.
+It knows neither sockets nor the screen. Rates, quantiles and states are computed here, so that the screen, `--json` and
+the plain lines agree. All times are in seconds; the samples' own Unix time is the only clock.
 """
 
 from collections import deque
@@ -17,11 +17,11 @@ from llmserve.cli.top.snapshot import Cache, Gpu, Latency, Load, Process, Replic
 from llmserve.runtime.messages import HttpMetrics, ProcessInfo, RequestInfo, SchedulerMetrics
 
 BUBBLE_S = 10.0
-"""The waiting of ranks is over this last time: their reports are up to a second old."""
+"""The window of the ranks' bubbles; their reports are up to a second old."""
 STALE_S = 3.5
 """A scheduler says something at least once a second, and the front with it; silent for so long, they are stalled."""
 FULL = 0.9
-"""From this share of the KV pool on it is called high: what waits for memory needs some, not one page."""
+"""The KV pool counts as full from this fraction on, because a waiting request needs more than one page."""
 NO_STEP_S = 5.0
 """So long without a step while requests run, and it is stalled, whatever it says."""
 
@@ -34,7 +34,7 @@ def rank_of(process: ProcessInfo) -> Rank:
 
 
 class Work(NamedTuple):
-    """What the ranks of a replica had done by `time`, in seconds since their start."""
+    """The work of a replica's ranks up to `time`, in seconds since their start."""
 
     time: float
     active_s: float
@@ -42,13 +42,13 @@ class Work(NamedTuple):
 
 
 class Model:
-    """Takes samples in the order of their time and gives snapshots."""
+    """Takes samples in order of time and makes snapshots."""
 
     def __init__(self) -> None:
         self.link: Link | None = None
         self._replicas: dict[int, SchedulerMetrics] = {}
         self._stepped: dict[int, float] = {}
-        """When each replica was last seen to have done a step, or to have nothing to do."""
+        """When each replica last had made a step, or had nothing to run."""
         self._history = History()
         self._work: dict[int, deque[Work]] = {}
         """Of each replica of several ranks, over the last BUBBLE_S."""
@@ -72,12 +72,12 @@ class Model:
 
     @property
     def has_rates(self) -> bool:
-        """Whether there are two samples to compare, of each scheduler and of the front."""
+        """Whether each scheduler and the front have sent at least two samples."""
         return len(self._history) > len(self._replicas) and not self._unheard() and len(self._latencies) >= 2
 
     @property
     def has_numbers(self) -> bool:
-        """Whether a scheduler has said something."""
+        """Whether a scheduler has sent metrics."""
         return bool(self._replicas)
 
     @property
@@ -197,13 +197,13 @@ class Model:
         return "ready", ""
 
     def _front_silence(self, now: float) -> float:
-        """For how many seconds: a front that hangs from the first on has never spoken."""
+        """Seconds since the front's last metrics, or since the connection if there were none."""
         if self._latencies:
             return now - self._latencies.newest.time
         return now - self.link.time if self.link is not None else 0.0
 
     def _detokenizer_silence(self, now: float) -> float:
-        """For how many seconds, as the front says."""
+        """Seconds since the detokenizer's last sign of life, as the front reports it."""
         return max((now - seen for info, seen in self._processes.values() if info.role == "detokenizer"), default=0.0)
 
     def _unheard(self) -> list[int]:
@@ -214,7 +214,7 @@ class Model:
         return [rank for rank in ranks if rank not in self._replicas and rank not in self.link.lost_replicas]
 
     def _fault(self, rank: int, now: float) -> str:
-        """What is wrong with a replica, if something is."""
+        """What is wrong with a replica; empty if nothing is."""
         if rank not in self._replicas:
             silent_s = now - self.link.time if self.link is not None else 0.0
             return f"replica {rank} has said nothing for {silent_s:.0f} s" if silent_s > STALE_S else ""

@@ -41,7 +41,7 @@ def load_line(frame: Frame) -> list[Line]:
 
 
 def obstacle(frame: Frame) -> str:
-    """Why requests wait."""
+    """The warning that says why requests wait; empty if none do."""
     return f"{frame.glyphs.alert} {frame.s.load.obstacle}" if frame.s.load.obstacle else ""
 
 
@@ -114,7 +114,7 @@ def latencies(frame: Frame) -> list[tuple[str, Quantiles]]:
 
 
 def replicas(frame: Frame) -> list[Line]:
-    """How busy each is, where there are several: they are chosen by prefix, so some may have more to do."""
+    """The load of each replica, if there are several. Requests are routed by prefix, so loads may differ."""
     if len(frame.s.replicas) < 2:
         return []
     items: list[Line] = []
@@ -131,14 +131,14 @@ def replicas(frame: Frame) -> list[Line]:
 
 
 def waits(frame: Frame) -> list[Line]:
-    """How long each rank waits for the others, where there are several and there is no room for the processes."""
+    """The share of time that each rank waits for others, for screens without room for the processes."""
     ranks = [process for process in frame.s.processes if process.bubble is not None]
     items: list[Line] = [[(f"{place(frame, rank)} ", "dim"), (format.share(rank.bubble), "")] for rank in ranks]
     return packed("waits", items, frame.width)
 
 
 def place(frame: Frame, process: Process) -> str:
-    """What tells a rank from the others, in the words of the options: pp1 tp0."""
+    """The dimensions in which a process differs from others of its role, such as "pp1 tp0"."""
     ranks = [each for each in frame.s.processes if each.role == process.role]
     names = ("dp", "pp", "tp")
     return " ".join(

@@ -1,4 +1,4 @@
-"""The requests: the table of them, and all about one."""
+"""Drawing requests: the table, and the details of one."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from llmserve.cli.top.table import Column, columns_of, fitting, key_of, rid_of
 
 
 def table(frame: Frame, room: int) -> list[Line]:
-    """The requests in `room` lines, title and header included; around the chosen one when not all fit."""
+    """The table of requests in `room` lines, title and header included; scrolled to the chosen one."""
     ui, rows = frame.ui, frame.ui.rows(frame.s)
     if room < 1:
         return []
@@ -34,7 +34,7 @@ def table(frame: Frame, room: int) -> list[Line]:
 
 
 def widths_of(frame: Frame, columns: Sequence[Column], rows: Sequence[Request]) -> list[int]:
-    """The rid takes what the others leave, as far as it needs it."""
+    """The widths of the columns. RID gets the room that the others leave, as far as it needs it."""
     rest = frame.width - 2 - sum(column.width + 2 for column in columns if column.name != "RID")
     longest = max((cell_len(rid_of(row)) for row in rows), default=0)
     return [
@@ -64,7 +64,7 @@ def cells_of(frame: Frame, row: Request, columns: Sequence[Column], widths: Sequ
 
 
 def detail(frame: Frame) -> list[Line]:
-    """All about the chosen request."""
+    """The details of the chosen request."""
     row = next((row for row in frame.s.requests if key_of(row) == frame.ui.chosen), None)
     if row is None:
         return [[("this request has ended", "warn")]]

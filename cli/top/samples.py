@@ -1,6 +1,6 @@
-"""What `top` is fed with, and the file that `--record` writes and `--replay` reads: one sample a line, as JSON.
+"""The samples that feed `top`, and the file that `--record` writes and `--replay` reads: a JSON sample per line.
 
-Two kinds of samples are the messages that the instance itself pushes; the others are what top sees from outside.
+SchedulerMetrics and HttpMetrics are pushed by the instance; Link and Gpus are what top itself observes.
 """
 
 import json
@@ -20,7 +20,7 @@ Status = Literal["connecting", "connected", "draining", "starting", "lost", "dea
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How top stands with the instance, from its record in the registry. Sent when it changes."""
+    """The state of top's connection to the instance, with data from the instance's record. Made when it changes."""
 
     time: float
     status: Status
@@ -28,9 +28,9 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     model: str = ""
     address: str = ""
     detail: str = ""
-    """Why there is no connection, or what is wrong with the instance though there is one; for the reader."""
+    """For the user: why there is no connection, or what is wrong with the instance."""
     replicas: int = 1
-    """Those that live."""
+    """The number of live replicas."""
     lost_replicas: tuple[int, ...] = ()
 
 
@@ -54,16 +54,16 @@ Sample = SchedulerMetrics | HttpMetrics | Link | Gpus
 
 
 class RecordingError(Exception):
-    """A file is not a recording that this version can replay, or cannot be written."""
+    """A file is not a recording of this version, or a recording cannot be written."""
 
     exit_code = 2
 
 
 class Recorder:
-    """Writes samples to a file as they come."""
+    """Writes samples to a file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises RecordingError where nothing can be written."""
+        """Raises RecordingError when the file cannot be written."""
         try:
             self._file = path.open("wb")
         except OSError as error:
@@ -79,7 +79,7 @@ class Recorder:
 
 
 def read(path: Path) -> Iterator[Sample]:
-    """The samples of a recording, in their order. Raises RecordingError where the file is not one."""
+    """The samples of a recording, in order. Raises RecordingError when the file is not one."""
     decoder = msgspec.json.Decoder(Sample)
     with path.open("rb") as file:
         try:

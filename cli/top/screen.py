@@ -1,6 +1,6 @@
-"""The terminal while `top` has it: keys in, lines out, and everything put back whatever happens.
+"""The terminal while `top` runs: reads keys, draws lines, and restores everything at the end.
 
-It owns the terminal's mode, its second screen and the signals that concern them. What is drawn is view.py's.
+It owns the terminal's mode, its alternate screen and the signals that concern them. view.py makes the lines.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from llmserve.cli.top.spans import Line
 ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"  # the second screen, no cursor, no wrapping
 LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 ESCAPE_WAIT_S = 0.05
-"""An escape sequence that is not complete after so long was the Esc key."""
+"""An escape sequence that is incomplete after so long is the Esc key."""
 
 COLORS = {
     "bold": "1",
@@ -42,7 +42,7 @@ COLORS = {
 
 
 class Terminated(Exception):
-    """A signal asks for the end; `exit_code` is the one that says so."""
+    """A signal asks the program to end. `exit_code` is 128 plus its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -62,7 +62,7 @@ def eof_if_gone() -> Iterator[None]:
 
 
 class Screen:
-    """The terminal, from `with` to its end. One at a time. What uses it raises EOFError when it is gone."""
+    """The terminal, within `with`. Only one may be in use. What uses it raises EOFError when it is gone."""
 
     def __init__(self, color: bool) -> None:
         self._color = color
@@ -73,9 +73,9 @@ class Screen:
             os.set_blocking(end, False)
         self._shown: list[str] = []
         self.stale = True
-        """Whether there is something to draw."""
+        """Whether the screen has to be drawn again."""
         self._erased = True
-        """Whether all of the screen has to be written, whatever was on it."""
+        """Whether the whole screen has to be written, whatever was on it."""
         self._handlers: dict[int, object] = {}
         self._mode = termios.tcgetattr(self._in)
 
@@ -132,7 +132,7 @@ class Screen:
         return keys
 
     def draw(self, lines: list[Line]) -> None:
-        """Shows the lines, writing only those that have changed."""
+        """Draws the lines, writing only those that have changed."""
         rendered = [self._render(line) for line in lines]
         erased, self._erased, self.stale = self._erased, False, False
         if erased or len(rendered) != len(self._shown):
@@ -147,7 +147,7 @@ class Screen:
         self._write("".join(changed))
 
     def erase(self) -> None:
-        """Has all of the screen written anew: who knows what is on it."""
+        """Makes the next `draw` write the whole screen."""
         self._erased = self.stale = True
 
     def _render(self, line: Line) -> str:
@@ -176,7 +176,7 @@ class Screen:
         raise Terminated(number)
 
     def _suspend(self, number: int, _: FrameType | None) -> None:
-        """Stops as a program without a handler would, with the terminal as it was; goes on from here at SIGCONT."""
+        """Restores the terminal and stops, like a program without a handler; continues from here at SIGCONT."""
         self._give_back()
         ours = {which: signal.signal(which, signal.SIG_DFL) for which in (number, signal.SIGCONT)}
         os.kill(os.getpid(), number)
@@ -186,7 +186,7 @@ class Screen:
         self._continued()
 
     def _continued(self, *_: object) -> None:
-        """Takes the terminal anew: SIGSTOP, which nobody can catch, has left it to the shell as it was."""
+        """Takes the terminal again. SIGSTOP, which cannot be caught, has stopped the program without restoring it."""
         self._take()
         self.wake()
 

@@ -1,4 +1,4 @@
-"""What `top` shows at one moment: the structs that the screen, `--json` and the plain lines all read. Only data."""
+"""Snapshot: the data that `top` shows at one moment, for the screen, `--json` and the plain lines alike."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ import msgspec
 SCHEMA_VERSION = 1
 
 State = Literal["connecting", "starting", "ready", "draining", "paused", "degraded", "stalled", "dead", "lost"]
-"""degraded: some of the replicas serve, the others do not."""
+"""degraded: only some of the replicas serve."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,7 +15,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 0
     waiting: int = 0
     obstacle: str = ""
-    """What those that wait are waiting for, where it can be told."""
+    """Why requests wait, as far as known."""
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     requests_per_s: float = 0.0
@@ -31,12 +31,12 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     cached: int = 0
     free: int = 0
     hit_rate: float | None = None
-    """Of the prompt tokens of the last minute, the share that came from the cache."""
+    """Fraction of the last minute's prompt tokens that came from the cache."""
     hit_rate_lifetime: float | None = None
     evicted_tokens: int = 0
     evicted_tokens_per_s: float = 0.0
     retractions: int = 0
-    """For want of memory."""
+    """For lack of memory."""
     retractions_last_minute: int = 0
     asked_retractions: int = 0
     """For a pause or a swap of the weights."""
@@ -53,7 +53,7 @@ class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
     window_s: float = 0.0
-    """0: since the instance's start."""
+    """Seconds; 0: since the start of the instance."""
     ttft: Quantiles = Quantiles()
     itl: Quantiles = Quantiles()
     e2e: Quantiles = Quantiles()
@@ -72,8 +72,9 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     dropped_messages: int
     weight_bytes: int = 0
     bubble: float | None = None
-    """Of the time with a step in some stage, lately, the share that this rank has waited for its turn; None where it is
-    alone or nothing ran."""
+    """Recent fraction of the time with a step in some stage that this rank has spent waiting for its turn; None for a
+    single rank, or when nothing ran.
+    """
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +112,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All that top shows at `time`; what `--json` prints, but for `history`."""
+    """Everything that top shows at `time` (Unix seconds). `--json` prints it without `history`."""
 
     schema_version: int = SCHEMA_VERSION
     time: float
@@ -120,7 +121,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     state: State
     reason: str = ""
-    """Why the state is a bad one."""
+    """Why the state is not "ready", if there is more to say."""
     weight_version: int = 0
     uptime_s: float = 0.0
     data_age_s: float | None = None
@@ -134,4 +135,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...] = ()
     requests: tuple[Request, ...] = ()
     history: dict[str, tuple[float, ...]] = {}
-    """A value a second, the newest last."""
+    """By name of the curve: a value per second, the newest last."""

@@ -1,7 +1,7 @@
-"""Where samples come from: a running instance (Live) or a recording (Replay). Each works in a thread of its own.
+"""Sources of samples: a running instance (Live) or a recording (Replay), each with a thread of its own.
 
-Live binds a PULL socket in the instance's directory and leases the metrics of all its replicas over RPC, so it takes
-nothing from anyone else; it finds the instance again after a restart. It also carries out what the user asks for.
+Live binds a PULL socket in the instance's directory and leases the metrics of all replicas over RPC, so that it takes
+messages from nobody else; it finds the instance again after a restart. It also carries out the user's actions.
 """
 
 import contextlib
@@ -37,23 +37,23 @@ from llmserve.runtime.wire import Poller, Pull
 LEASE_S = 10.0
 RENEW_S = 3.0
 LOOK_S = 1.0
-"""How often it is looked whether the instance lives, and how soon it is tried again."""
+"""How often the instance is checked."""
 POLL_S = 0.25
 CALL_TIMEOUT_S = 5.0
 ACTION_TIMEOUT_S = 30.0
 GPU_S = 2.0
 CLOSE_S = 1.0
-"""So long a thread may take to end; one that waits for a slow scheduler is left behind."""
+"""How long to wait for a thread to end; one that waits for a slow scheduler is left behind."""
 
 
 class Notice(NamedTuple):
-    """Something to tell the user: how an action ended."""
+    """A message for the user, such as the result of an action."""
 
     text: str
 
 
 class Ended(NamedTuple):
-    """Nothing more will come, because of `error` if there is one."""
+    """The end of the source, with the error that has caused it, if any."""
 
     error: Exception | None = None
 
@@ -62,10 +62,10 @@ Item = Sample | Notice | Ended
 
 
 class Source(ABC):
-    """A queue that a thread fills. `wake` is called from that thread when something has been put in."""
+    """A queue that threads fill. `wake` is called, in such a thread, when something has been put in."""
 
     ends = False
-    """Whether it ends by itself."""
+    """Whether it ends by itself, like a recording."""
 
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
@@ -78,7 +78,7 @@ class Source(ABC):
         return time.time()
 
     def take(self) -> list[Item]:
-        """What has come since the last call; never blocks."""
+        """The items since the last call; never blocks."""
         items = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -86,7 +86,7 @@ class Source(ABC):
         return items
 
     def act(self, action: Action) -> None:
-        """Starts to do what the user asks for; a Notice tells how it ended."""
+        """Starts an action of the user; a Notice reports how it ended."""
         self.put(Notice("a recording cannot be changed"))
 
     def start(self) -> None:
@@ -114,11 +114,11 @@ class Source(ABC):
 
     @abstractmethod
     def _run(self) -> None:
-        """Puts what there is into the queue, until the source is closed or has no more."""
+        """Puts items into the queue, until the source is closed or has ended."""
 
 
 class Replay(Source):
-    """A recording, at `speed` times the pace at which it was made; at pace 0 all at once."""
+    """A recording, replayed at `speed` times its own pace; 0: all at once."""
 
     ends = True
 
@@ -127,7 +127,7 @@ class Replay(Source):
         self._path = path
         self._speed = speed
         self._origin: tuple[float, float] | None = None
-        """The time of the first sample, and when it was put on the queue."""
+        """The time of the first sample, and the monotonic time at which it was put into the queue."""
         self._last = 0.0
 
     def now(self) -> float:
@@ -186,7 +186,7 @@ class Live(Source):
             self._ends.wait(LOOK_S / 2)
 
     def _watch(self) -> None:
-        """Passes on the metrics of this life of the instance. Raises RpcCallError or InstanceError when it ends."""
+        """Passes on metrics until the instance ends. Raises RpcCallError or InstanceError then."""
         record = self._record
         if self._link is None or self._link.status != "lost":  # what was wrong stays in sight until it is not
             self._say("connecting")
@@ -229,7 +229,7 @@ class Live(Source):
             path.unlink(missing_ok=True)
 
     def _say(self, status: Status, detail: str = "") -> None:
-        """Passes on how the connection stands, when that has changed."""
+        """Puts a Link into the queue, if it differs from the last one."""
         record = self._record
         link = Link(
             time=time.time(),
@@ -246,7 +246,7 @@ class Live(Source):
             self.put(link)
 
     def _do(self, action: Action) -> str:
-        """Carries an action out and says how it ended."""
+        """Carries out an action; returns a message about the result."""
         try:
             with Remote(self._record, ACTION_TIMEOUT_S) as remote:
                 if isinstance(action, Abort):
@@ -270,18 +270,20 @@ class Live(Source):
 
 
 class Lease:
-    """Keeps the metrics coming to `endpoint` until `end`, in a thread: a scheduler in a long step answers late."""
+    """Renews the lease of metrics for `endpoint` until `end`, in a thread, because a scheduler in a long step answers
+    late.
+    """
 
     def __init__(self, record: InstanceRecord, endpoint: str) -> None:
         self.error: RpcCallError | None = None
-        """Why it could not be renewed."""
+        """Why the lease could not be renewed."""
         self._record = record
         self._request = SubscribeMetricsReqInput(endpoint=endpoint, lease_s=LEASE_S)
         self._ends = threading.Event()
         threading.Thread(target=self._renew, daemon=True).start()
 
     def end(self) -> None:
-        """Lets the lease run out."""
+        """Stops renewing the lease, which then runs out."""
         self._ends.set()
 
     def _renew(self) -> None:

@@ -1,6 +1,6 @@
-"""Lines of styled text: a line is a list of (text, style), measured in the cells that a terminal gives them.
+"""Lines of styled text: lists of (text, style), measured in terminal cells.
 
-Styles are names, which screen.py turns into colours or into nothing.
+Styles are names, which screen.py turns into colours, or ignores.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def shorten(text: str, width: int, ellipsis: str) -> str:
 
 
 def elide(text: str, width: int, ellipsis: str) -> str:
-    """`text` in at most `width` cells, without its middle: names differ at their ends."""
+    """`text` in at most `width` cells, shortened in the middle, because names often differ at the end."""
     if cell_len(text) <= width or width < 3:
         return shorten(text, width, ellipsis)
     head = set_cell_size(text, width // 2)
@@ -59,7 +59,7 @@ def clip(line: Line, width: int, ellipsis: str) -> Line:
 
 
 def packed(name: str, items: list[Line], width: int) -> list[Line]:
-    """The items in as few lines as they need, the first of which is called `name`."""
+    """The items in as few lines as possible; the first line is labelled `name`."""
     lines: list[Line] = []
     for item in items:
         if not lines or length(lines[-1]) + 2 + length(item) > width:

@@ -1,4 +1,4 @@
-"""The table of requests: its columns, and which rows it shows in which order. The keys and the view both ask it."""
+"""The table of requests: its columns, and the selection and order of its rows. Used by keys.py and by the view."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -12,7 +12,9 @@ RequestKey = tuple[str, int, int]
 
 
 class Column(NamedTuple):
-    """One column: its cell's text, and what rows are sorted by. `rank` 0 is kept longest when the screen is narrow."""
+    """A column: the text of its cells, and its sort key. On narrow screens the columns of the highest `rank` are left
+    out first.
+    """
 
     name: str
     width: int
@@ -21,7 +23,7 @@ class Column(NamedTuple):
     order: Callable[[Request], float | str]
     right: bool = True
     descending: bool = True
-    """Which way it sorts at first: the largest first, where that is what one looks for."""
+    """Whether it sorts the largest first, unless reversed."""
 
 
 COLUMNS = (
@@ -54,7 +56,7 @@ def key_of(request: Request) -> RequestKey:
 
 
 def arrange(requests: Iterable[Request], sort: str, reverse: bool, wanted: str) -> list[Request]:
-    """The requests that contain `wanted` in their rid, user or state, by column `sort`; equals stay by rid."""
+    """The requests with `wanted` in their rid, user or state, sorted by column `sort`, then by rid."""
     wanted = wanted.lower()
     rows = [r for r in requests if not wanted or wanted in f"{r.rid}\n{r.user}\n{r.state}".lower()]
     column = BY_NAME[sort]

@@ -1,6 +1,6 @@
-"""The picture: a Snapshot and a Ui become lines of styled text for a screen of some size. Writes nothing itself.
+"""The screen: turns a Snapshot and a Ui into lines of styled text for a given size. Writes nothing itself.
 
-What is on top, at the bottom and in between; panels.py and rows.py draw the parts.
+It composes header, body and footer; panels.py and rows.py draw the parts of the body.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,9 @@ from llmserve.cli.top.snapshot import Snapshot
 from llmserve.cli.top.spans import Line, beside, clip, elide, length, shorten
 
 WIDE = 100
-"""From this width on, blocks stand side by side."""
+"""From this width on, panels are side by side."""
 RIGHT = 56
-"""The right ones need so much."""
+"""The width that panels on the right need."""
 
 NOTHING_YET = {
     "connecting": "waiting for its first numbers",
@@ -44,7 +44,7 @@ def render(snapshot: Snapshot, ui: Ui, width: int, height: int, glyphs: Glyphs =
 
 
 class Part(NamedTuple):
-    """A piece of the header. `least` cells of it say something; where there is no room for them it is left out."""
+    """A part of the header. It is left out when there is no room for `least` cells of it."""
 
     text: str
     style: str
@@ -53,7 +53,9 @@ class Part(NamedTuple):
 
 
 def header(frame: Frame) -> Line:
-    """State and age of the data always, and as much of the rest as there is room for; long names are elided."""
+    """Always has the state and the age of the data, and as much of the rest as there is room for; long names are
+    shortened.
+    """
     s = frame.s
     state: Line = [(f"{frame.glyphs.states[s.state]} {s.state}", STATE_STYLES[s.state])]
     parts = [
@@ -135,7 +137,7 @@ def help(frame: Frame) -> list[Line]:
 
 
 def overview(frame: Frame, room: int) -> list[Line]:
-    """As many blocks as there is room for, the table of requests below them."""
+    """As many panels as there is room for, with the table of requests below."""
     if frame.s.data_age_s is None:
         return [[], [("  " + NOTHING_YET.get(frame.s.state, ""), "dim")]]
     top = panels.load_line(frame) if frame.ui.zoomed and room > 1 else blocks(frame, room)
@@ -143,7 +145,7 @@ def overview(frame: Frame, room: int) -> list[Line]:
 
 
 def blocks(frame: Frame, room: int) -> list[Line]:
-    """The richest arrangement that leaves the table some lines."""
+    """The panels, in the richest arrangement that leaves the table some lines."""
     width = frame.width
     graphs = panels.load(frame, width) + panels.cache(frame, width)
     latency, latency_line = panels.latency(frame, width), panels.latency_lines(frame)
