@@ -65,7 +65,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     def stopped(self) -> str:
         """A description of the first of its processes that is stopped (SIGSTOP, a debugger); empty if none is."""
         for pid in (self.pid, *self.children):
-            if _stat(pid)[:1] in (["T"], ["t"]):
+            if is_stopped(pid):
                 role = "main" if pid == self.pid else child_role(pid) or "child"
                 return f"its {role} process {pid} is stopped"
         return ""
@@ -226,6 +226,11 @@ def child_role(pid: int) -> str:
     except OSError:
         return ""
     return command[command.index(CHILD_MODULE) + 1] if CHILD_MODULE in command else ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP, a debugger)."""
+    return _stat(pid)[:1] in (["T"], ["t"])
 
 
 def _stat(pid: int) -> list[str]:

@@ -17,19 +17,17 @@ import msgspec
 from llmserve.runtime.child import ChildInit, Fact, Progress, Status
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.instance import acquire
-from llmserve.runtime.messages import SchedulerMetrics
 from llmserve.runtime.models import hub
 from llmserve.runtime.ports import PortArgs
 from llmserve.runtime.processes import ChildProcess, describe_end
 from llmserve.runtime.ranks import Place, alone, check_ports, check_split, network_environment, places, threads_of
 from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.tokenizer_manager import TokenizerManager
+from llmserve.runtime.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-WATCHDOG_TICKS = 10
-STACKS_WAIT_S = 0.5
 RESUME_EVERY_S = 0.5
 """During a drain: a pause is seen in the metrics, and one that an update of the weights needs is over soon."""
 
@@ -95,8 +93,8 @@ class Stack:
         self._ranks: dict[ChildProcess, Place] = {}
         self._detokenizer: ChildProcess
         self._failure: asyncio.Future[LaunchError] | None = None
-        self._watchdog: asyncio.Task[None] | None = None
-        self._replica_watchdogs: list[asyncio.Task[None]] = []
+        self._watchdog: Watchdog | None = None
+        """Once the instance serves."""
         self._stopping = False
         self.dismissed = asyncio.Event()
         """Whether the first node, of which this is not the one, has been stopped."""
@@ -163,9 +161,7 @@ class Stack:
         self._front.schedulers.routing.page_size = int(self.facts["page_size"])
         self._front.ready(int(self.facts["max_model_len"]), self._detokenizer.pid)
         self.tokenizer_manager = self._front
-        self._watchdog = asyncio.create_task(self._watch())
-        if args.dp_size > 1 and args.watchdog_timeout:
-            self._replica_watchdogs = [asyncio.create_task(self._watch_replica(n)) for n in range(args.dp_size)]
+        self._watchdog = self._watch()
 
     def announce_ready(self) -> None:
         """Requests are taken from now on, and whoever waits for that may know."""
@@ -273,58 +269,24 @@ class Stack:
         if self._front is not None:
             self._front.fail(reason)
 
-    async def _watch(self) -> None:
-        """Ends the instance when for watchdog_timeout the scheduler has work but makes no step, or says nothing, or has
-        ended requests of which the detokenizer delivers nothing, or the detokenizer says nothing.
-        """
-        timeout = self.args.watchdog_timeout
-        if timeout == 0:
-            return
-        seen: SchedulerMetrics | None = None
-        front, batches, heard = self.tokenizer_manager, 0, 0.0
-        several = self.args.dp_size > 1  # each of which is watched for itself
-        still = Standstill(min(timeout / WATCHDOG_TICKS, 1.0))
-        while True:
-            seconds = await still.seconds()
-            latest = front.scheduler_metrics
-            delivers = not front.awaits_rows or front.batches_received != batches
-            speaks = front.detokenizer_heard != heard
-            if speaks and delivers and (several or (latest is not None and made_progress(seen, latest))):
-                seen, batches, heard = latest, front.batches_received, front.detokenizer_heard
-                still.end()
-            elif seconds > timeout:
-                for child in self._children:
-                    child.dump_stacks()
-                await asyncio.sleep(STACKS_WAIT_S)
-                if not speaks:
-                    fault = f"{self._detokenizer} has not been heard of"
-                elif not delivers:
-                    fault = f"{self._detokenizer} delivered nothing"
-                else:
-                    fault = f"{next(iter(self._ranks))} made no step"
-                self._fail(f"the {fault} for {timeout:g} s; its stacks are in the log")
-                return
+    def _watch(self) -> Watchdog:
+        """Ends what hangs: a replica whose ranks do; the instance, if it is the last one or the detokenizer does."""
+        front, watchdog = self.tokenizer_manager, Watchdog(self.args.watchdog_timeout)
+        watchdog.watch(lambda: front.detokenizer_heard, [self._detokenizer], "has not been heard of", self._fail)
+        watchdog.watch(lambda: front.delivered, [self._detokenizer], "delivered nothing", self._fail)
+        for replica in front.schedulers.vitals:
+            self._watch_replica(watchdog, replica)
+        return watchdog
 
-    async def _watch_replica(self, replica: int) -> None:
-        """Where there are several: ends one that has work but makes no step, or says nothing, for watchdog_timeout."""
-        timeout = self.args.watchdog_timeout
-        seen: SchedulerMetrics | None = None
-        still = Standstill(min(timeout / WATCHDOG_TICKS, 1.0))
-        schedulers = self.tokenizer_manager.schedulers
-        while replica in schedulers.routing.alive:
-            seconds = await still.seconds()
-            latest = schedulers.metrics.get(replica)
-            if latest is not None and made_progress(seen, latest):
-                seen = latest
-                still.end()
-            elif seconds > timeout:
-                ranks = [rank for rank, place in self._ranks.items() if place.dp_rank == replica]
-                for rank in ranks:
-                    rank.dump_stacks()
-                await asyncio.sleep(STACKS_WAIT_S)
-                reason = f"the {ranks[0]} made no step for {timeout:g} s; its stacks are in the log"
-                if not self._lose_replica(replica, reason):
-                    self._fail(reason)
+    def _watch_replica(self, watchdog: Watchdog, replica: int) -> None:
+        vitals = self.tokenizer_manager.schedulers.vitals[replica]
+        ranks = [rank for rank, place in self._ranks.items() if place.dp_rank == replica]
+
+        def end(reason: str) -> None:
+            if not self._lose_replica(replica, reason):
+                self._fail(reason)
+
+        watchdog.watch(lambda: vitals.moved, ranks, "made no step", end)
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
@@ -361,9 +323,7 @@ class Stack:
             await self.drain()
         self._stopping = True
         if self._watchdog is not None:
-            self._watchdog.cancel()
-        for watchdog in self._replica_watchdogs:
-            watchdog.cancel()
+            self._watchdog.stop()
         if self._front is not None:
             await self._front.close()
         if self.args.nnodes > 1 and self.args.node_rank == 0 and self._ranks and not self._failed:
@@ -377,37 +337,6 @@ class Stack:
         for child in self._children:
             child.kill()
         self.instance.release()
-
-
-class Standstill:
-    """How long something that is looked at every `tick` seconds has stood still, by a clock that does so with us.
-
-    A main process that was stopped (SIGSTOP, a suspended machine) has not listened meanwhile.
-    """
-
-    def __init__(self, tick: float) -> None:
-        self._tick = tick
-        self._began = self._looked = time.monotonic()
-
-    async def seconds(self) -> float:
-        """Since the last `end`, after another tick."""
-        await asyncio.sleep(self._tick)
-        now = time.monotonic()
-        self._began += max(0.0, now - self._looked - 2 * self._tick)
-        self._looked = now
-        return now - self._began
-
-    def end(self) -> None:
-        """It has moved."""
-        self._began = self._looked
-
-
-def made_progress(before: SchedulerMetrics | None, now: SchedulerMetrics) -> bool:
-    """Whether a scheduler that said `before`, then `now`, works: it stepped, or lives and has nothing that may run."""
-    if before is None or now.steps_total != before.steps_total:
-        return True
-    idle = now.running + now.waiting == 0 or now.state == "paused"
-    return idle and now.time > before.time
 
 
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:

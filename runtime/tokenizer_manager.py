@@ -84,8 +84,6 @@ class TokenizerManager:
         )
         self.announce: Callable[[State], None] = lambda state: None
         """Called when an operator's drain begins and when it ends."""
-        self.batches_received = 0
-        """Batches of rows since the start."""
         self._ports = ports
         self._in_flight: dict[str, AnyInFlight] = {}
         self._tokenizing: set[str] = set()
@@ -98,7 +96,6 @@ class TokenizerManager:
         self.detokenizer_heard = time.monotonic()
         """Monotonic time of the detokenizer's last message."""
         self._delivered = time.monotonic()
-        """When the detokenizer last sent rows, or had none to send."""
         self._tasks: list[asyncio.Task[None]] = []
         self._flushing: asyncio.TimerHandle | None = None
         self._pull: Pull | None = None
@@ -234,12 +231,17 @@ class TokenizerManager:
             return False, told
         if now - self.detokenizer_heard > SILENCE_S:
             return False, f"the detokenizer has not been heard of for {now - self.detokenizer_heard:.0f} s"
-        if self.awaits_rows and now - self._delivered > SILENCE_S:
-            return False, f"the detokenizer has delivered nothing for {now - self._delivered:.0f} s"
+        if now - self.delivered > SILENCE_S:
+            return False, f"the detokenizer has delivered nothing for {now - self.delivered:.0f} s"
         return True, f"degraded: {told}" if told else "ok"
 
     @property
-    def awaits_rows(self) -> bool:
+    def delivered(self) -> float:
+        """Monotonic time at which the detokenizer last sent rows, or had none to send: now, while it has none."""
+        return self._delivered if self._awaits_rows else time.monotonic()
+
+    @property
+    def _awaits_rows(self) -> bool:
         """Whether requests are open although the schedulers are idle: their last rows are under way, or lost."""
         metrics = self.scheduler_metrics
         idle = metrics is not None and metrics.running + metrics.waiting == 0
@@ -395,7 +397,6 @@ class TokenizerManager:
 
     def _deliver(self, batch: BatchStrOutput | BatchEmbeddingOutput) -> None:
         now = time.perf_counter()
-        self.batches_received += 1
         self._delivered = time.monotonic()
         for row in batch.rows:
             request = self._in_flight.get(row.rid)
@@ -439,8 +440,7 @@ class TokenizerManager:
                 continue
             now = time.monotonic()
             self.schedulers.take(message, now)
-            if not self.awaits_rows:
-                self._delivered = now
+            self._delivered = self.delivered
             total = self.scheduler_metrics
             draining = total is not None and total.state == "draining"  # all of them, where there are several
             if draining and self.state == "ready":

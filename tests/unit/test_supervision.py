@@ -1,54 +1,14 @@
-"""What the supervisor decides without a process: whether a scheduler works, how threads end, what URL to show."""
+"""What the main process does around its children: how threads end, which addresses it binds and shows."""
 
 import asyncio
 import threading
 
-import msgspec
 import pytest
 
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.launch import in_thread, made_progress
+from llmserve.runtime.launch import in_thread
 from llmserve.runtime.listener import bind, url_of
-from llmserve.runtime.messages import SchedulerMetrics
 from llmserve.runtime.ranks import local_address
-
-BEFORE = SchedulerMetrics(
-    time=100.0,
-    dp_rank=0,
-    state="ready",
-    weight_version=1,
-    uptime_s=1.0,
-    steps_total=7,
-    running=1,
-    waiting=0,
-    kv_tokens_total=0,
-    kv_tokens_used=0,
-    kv_tokens_cached=0,
-    prefill_tokens_total=0,
-    decode_tokens_total=0,
-    cached_tokens_total=0,
-    prompt_tokens_total=0,
-    requests_total=0,
-    evicted_tokens_total=0,
-    retractions_total=0,
-)
-
-
-@pytest.mark.parametrize(
-    ("changes", "works"),
-    [
-        ({}, False),  # nothing has been heard since
-        ({"time": 101.0}, False),  # it lives, but does not get on with what it has
-        ({"time": 101.0, "steps_total": 8}, True),
-        ({"time": 101.0, "running": 0}, True),
-        ({"time": 101.0, "running": 0, "waiting": 3}, False),
-        ({"time": 101.0, "running": 0, "waiting": 3, "state": "paused"}, True),  # an operator wants it so
-        ({"running": 0}, False),  # an idle scheduler says at least that it lives
-    ],
-)
-def test_what_counts_as_progress(changes: dict[str, object], works: bool) -> None:
-    assert made_progress(BEFORE, msgspec.structs.replace(BEFORE, **changes)) is works
-    assert made_progress(None, BEFORE)
 
 
 async def test_work_in_a_thread_ends_as_it_ends() -> None:
