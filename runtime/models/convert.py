@@ -20,7 +20,7 @@ from llmserve.runtime.models.gguf import GgufHeader, read_header
 from llmserve.runtime.models.gguf_config import to_hf_config
 from llmserve.runtime.tethered import run_tethered
 
-_VERSION = 2
+_VERSION = 3
 """Part of the cached names: raised when a conversion changes, so that older results are not used."""
 
 _SLOW_TOKENIZER_FILES = (
@@ -32,6 +32,11 @@ _SLOW_TOKENIZER_FILES = (
     "tekken.json",
 )
 _TIMEOUT_S = 300
+
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>")
+"""How chat templates close an assistant's turn. GGUF files of phi3, of base models and of older converters name another
+token as the one that ends a text, and answers would go on for ever. llama.cpp always ends them at these tokens.
+"""
 
 
 def converted_gguf(header: GgufHeader) -> Path:
@@ -106,6 +111,9 @@ def _main(kind: str, source: Path, target: Path) -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=link.name, local_files_only=True)
         link.unlink()
         config = to_hf_config(read_header(source))
+        vocab, template = tokenizer.get_vocab(), str(tokenizer.chat_template or "")
+        ends = [vocab[text] for text in _TURN_ENDS if text in template and text in vocab]
+        config["eos_token_id"] = list(dict.fromkeys([*config["eos_token_id"], *ends]))
         (target / "config.json").write_text(json.dumps(config, indent=2))
         (target / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
     else:

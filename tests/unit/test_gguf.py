@@ -171,18 +171,19 @@ def test_quantized_file_is_near_its_original(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_cache")
 def test_tokenizer_of_a_file_equals_the_original(tmp_path: Path) -> None:
-    make_tiny(tmp_path, "llama")
+    make_tiny(tmp_path, "llama", eos_token_id=0)
     file = write_gguf(tmp_path, tmp_path / "tiny.gguf")
     checkpoint = resolve(str(file))
     ours, original = (Tokenizer.from_file(f"{path}/tokenizer.json") for path in (checkpoint.tokenizer_dir, tmp_path))
     text = "def add_argument(self, *args):\n    <|im_start|>Grüße 日本 😀<|im_end|>"
     assert ours.encode(text).ids == original.encode(text).ids
-    assert checkpoint.config.eos_token_ids == (2,)
+    assert checkpoint.config.eos_token_ids == (0, 2)  # the file's, and what ends a turn in its template
     assert checkpoint.name == "tiny.gguf"
     template = Path(checkpoint.tokenizer_dir) / "chat_template.jinja"
-    assert template.read_text() == "{{ messages[0]['content'] }}"
+    assert template.read_text() == "{{ messages[0]['content'] }}<|im_end|>"
 
     # so the file may replace the original in a running model; its 1e-5 is the float32 nearest to that
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
     safetensors = resolve(str(tmp_path))
     assert safetensors.config.rms_norm_eps != checkpoint.config.rms_norm_eps
     assert preflight(load(safetensors), safetensors, checkpoint) == []

@@ -133,7 +133,7 @@ def _write_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], config: dict
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_chat_template("{{ messages[0]['content'] }}")
+    writer.add_chat_template("{{ messages[0]['content'] }}<|im_end|>")
 
 
 def _converted(name: str, tensor: np.ndarray, config: dict[str, Any]) -> np.ndarray:
