@@ -47,23 +47,27 @@ def abort(
     ctx: typer.Context,
     rids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RID", help="The requests to end, by exact rid.", autocompletion=complete_rid),
+        typer.Argument(metavar="RID", help="The requests to abort, by exact rid.", autocompletion=complete_rid),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="End every request.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Abort all requests.")] = False,
     older_than: Annotated[
         float | None,
-        typer.Option("--older-than", metavar="AGE", parser=parse_age, help="End those older than, say, 30s or 5m."),
+        typer.Option(
+            "--older-than", metavar="AGE", parser=parse_age, help="Abort requests older than this, such as 30s or 5m."
+        ),
     ] = None,
-    prefix: Annotated[str, typer.Option("--prefix", metavar="P", help="End those whose rid begins so.")] = "",
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="P", help="Abort requests whose rid begins with this.")
+    ] = "",
     instance: InstanceOption = None,
     timeout: TimeoutOption = 30.0,
     yes: YesOption = False,
     json: JsonOption = False,
 ) -> None:
-    """End requests; their clients get what was generated so far and finish_reason "abort".
+    """Abort requests. Their clients get what was generated so far, with finish_reason "abort".
 
-    It answers when the memory is back. Exit status 3 if a named request neither runs nor waits. Requests that are not
-    named are ended only after a question, or with --yes.
+    It returns when their memory is free. Exit status 3 if a named request neither runs nor waits. Without names it asks
+    for confirmation, or needs --yes.
     """
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.messages import AbortReqInput, ListRequestsReqInput

@@ -33,19 +33,28 @@ EXIT_OF_STATUS = {
 TERMINAL_SAFE = {code: shown for code, shown in CONTROL_PICTURES.items() if chr(code) not in "\n\t"}
 
 MaxTokensOption = Annotated[
-    int | None, typer.Option("--max-tokens", min=1, metavar="N", help="Stop after so many tokens.")
+    int | None, typer.Option("--max-tokens", min=1, metavar="N", help="The most tokens to generate.")
 ]
 TemperatureOption = Annotated[
     float | None,
-    typer.Option("--temperature", "-t", metavar="T", min=0.0, max=2.0, help="0 takes the likeliest."),
+    typer.Option(
+        "--temperature",
+        "-t",
+        metavar="T",
+        min=0.0,
+        max=2.0,
+        help="The sampling temperature; 0 always takes the likeliest token.",
+    ),
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option("--top-p", metavar="P", min=0.0, max=1.0, help="Draw from the likeliest with this mass."),
+    typer.Option(
+        "--top-p", metavar="P", min=0.0, max=1.0, help="Sample from the likeliest tokens with this total probability."
+    ),
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="Draw the same tokens each time.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="Make sampling repeatable.")]
 StopOption = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.")
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop before this text; may be repeated.")
 ]
 ApiKeyFileOption = Annotated[
     Path | None,
@@ -54,7 +63,7 @@ ApiKeyFileOption = Annotated[
         metavar="FILE",
         exists=True,
         dir_okay=False,
-        help="The file that holds the instance's API key, where it has one (or set LLMSERVE_API_KEY).",
+        help="The file that holds the instance's API key, if it has one (or set LLMSERVE_API_KEY).",
     ),
 ]
 GapOption = Annotated[

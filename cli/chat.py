@@ -22,7 +22,7 @@ def chat(
         str | None,
         typer.Argument(
             metavar="MESSAGE",
-            help="Answer this one message and end; - reads it from standard input. What is piped in is added.",
+            help="Answer this message and exit; - reads it from standard input. Piped input is appended.",
         ),
     ] = None,
     instance: InstanceOption = None,
@@ -36,9 +36,9 @@ def chat(
     timeout: answer.GapOption = 600.0,
     json: JsonOption = False,
 ) -> None:
-    """Talk with the running model.
+    """Chat with the running model.
 
-    On a terminal this is a conversation; with a message, or something piped in, it is one answer on standard output.
+    On a terminal this is a conversation; with a message or piped input it prints one answer on standard output.
     """
     console = console_of(ctx)
     record = find_instance(instance)

@@ -47,7 +47,7 @@ COMMANDS: dict[str, Entry] = {
         "config",
         "config",
         SERVE,
-        "Show what launch would run with, and why.",
+        "Show the options that launch would use, and their sources.",
         ("llmserve config", "llmserve config --config prod.toml --json"),
     ),
     "status": Entry(
@@ -73,7 +73,7 @@ COMMANDS: dict[str, Entry] = {
         "requests",
         "requests",
         LOOK,
-        "List the requests that run and wait.",
+        "List running and waiting requests.",
         ("llmserve requests", "llmserve requests --watch --show-text", "llmserve requests --json"),
     ),
     "ping": Entry(
@@ -88,14 +88,14 @@ COMMANDS: dict[str, Entry] = {
         "doctor",
         "doctor",
         LOOK,
-        "Look for what goes wrong on this machine.",
+        "Diagnose problems on this machine.",
         ("llmserve doctor", "llmserve doctor --fix"),
     ),
     "abort": Entry(
         "abort",
         "abort",
         ACT,
-        "End requests, by name or in bulk.",
+        "Abort requests, by name or in bulk.",
         ("llmserve abort cmpl-1f2e", "llmserve abort --older-than 5m", "llmserve abort --all --yes"),
     ),
     "flush-cache": Entry(
@@ -116,10 +116,10 @@ COMMANDS: dict[str, Entry] = {
         "pause",
         "pause",
         ACT,
-        "Stop generating, keeping the requests.",
+        "Pause generation, keeping the requests.",
         ("llmserve pause", "llmserve pause --mode drain"),
     ),
-    "resume": Entry("pause", "resume", ACT, "Go on after a pause or a drain.", ("llmserve resume",)),
+    "resume": Entry("pause", "resume", ACT, "Resume after a pause or a drain.", ("llmserve resume",)),
     "drain": Entry(
         "pause", "drain", ACT, "Refuse new requests and let the others end.", ("llmserve drain --timeout 60",)
     ),
@@ -127,7 +127,7 @@ COMMANDS: dict[str, Entry] = {
         "chat",
         "chat",
         USE,
-        "Talk with the running model.",
+        "Chat with the running model.",
         (
             "llmserve chat",
             "llmserve chat 'Why is the sky blue?'",

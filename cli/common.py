@@ -72,7 +72,7 @@ InstanceOption = Annotated[
         "-i",
         metavar="NAME",
         envvar="LLMSERVE_INSTANCE",
-        help="The instance to act on; not needed while only one runs.",
+        help="The instance to act on; not needed if only one is running.",
         autocompletion=complete_instance,
     ),
 ]

@@ -15,14 +15,14 @@ def config(
     ctx: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", envvar="LLMSERVE_CONFIG", help="The configuration file to look at."),
+        typer.Option("--config", metavar="FILE", envvar="LLMSERVE_CONFIG", help="The configuration file to read."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the options that `llmserve launch` would have here and now, and where each comes from.
+    """Show the options that `llmserve launch` would use now, and the source of each value.
 
-    A flag goes before a variable (LLMSERVE_PORT for --port), a variable before the configuration file, the file before
-    the default.
+    A flag overrides a variable (LLMSERVE_PORT for --port), a variable overrides the configuration file, and the file
+    overrides the default.
     """
     console = console_of(ctx)
     file = file_in_effect(config, os.environ)

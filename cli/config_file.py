@@ -71,6 +71,6 @@ ConfigOption = Annotated[
         is_eager=True,
         callback=apply,
         show_default="~/.config/llmserve/config.toml",
-        help="A TOML file of options, like port = 8000. Flags and variables go before it.",
+        help="A TOML file of options, such as port = 8000. Flags and variables override it.",
     ),
 ]

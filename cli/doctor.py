@@ -47,15 +47,15 @@ class Finding(NamedTuple):
 def doctor(
     ctx: typer.Context,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Remove what dead instances left behind, and end their orphaned processes.")
+        bool, typer.Option("--fix", help="Remove the directories of dead instances, and kill their orphaned processes.")
     ] = False,
-    port: Annotated[int, typer.Option("--port", metavar="PORT", help="The port to look at.")] = 30000,
+    port: Annotated[int, typer.Option("--port", metavar="PORT", help="The port to check.")] = 30000,
     timeout: TimeoutOption = 2.0,
     json: JsonOption = False,
 ) -> None:
-    """Look for what goes wrong: stale directories, orphans, lost replicas, taken ports, memory, versions, threads.
+    """Diagnose problems: stale directories, orphans, lost replicas, taken ports, memory, versions, threads.
 
-    Exit status 1 when something is bad. --fix touches nothing of an instance that lives.
+    Exit status 1 if a finding is bad. --fix never touches a running instance.
     """
     console = console_of(ctx)
     findings = list(examine(fix, port, timeout))

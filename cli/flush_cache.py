@@ -21,16 +21,16 @@ def flush_cache(
     ctx: typer.Context,
     instance: InstanceOption = None,
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="Wait so long for what runs to end.")
+        float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="How long to wait for running requests to end.")
     ] = 0.0,
-    abort: Annotated[bool, typer.Option("--abort", help="End what runs first.")] = False,
+    abort: Annotated[bool, typer.Option("--abort", help="Abort running requests first.")] = False,
     timeout: TimeoutOption = 30.0,
     yes: YesOption = False,
     json: JsonOption = False,
 ) -> None:
     """Empty the prefix cache.
 
-    While requests run it is refused (exit status 75), unless --wait or --abort says what to do about them.
+    It is refused while requests run (exit status 75), unless --wait or --abort is given.
     """
     from msgspec import structs
 

@@ -14,7 +14,7 @@ def generate(
     prompt: Annotated[
         str,
         typer.Argument(
-            metavar="PROMPT", help="The text to continue; - reads it from standard input, less a last newline."
+            metavar="PROMPT", help="The text to continue; - reads it from standard input, without the final newline."
         ),
     ],
     instance: InstanceOption = None,
@@ -30,7 +30,7 @@ def generate(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="Write JSON that is valid for the schema in this file.",
+            help="Generate JSON that is valid for the schema in this file.",
         ),
     ] = None,
     api_key_file: answer.ApiKeyFileOption = None,
@@ -39,7 +39,7 @@ def generate(
 ) -> None:
     """Continue a prompt, streaming the text to standard output.
 
-    Ctrl-C ends the request in the server too. Only the new text is printed, so that it can be piped on.
+    Ctrl-C aborts the request in the server too. Only the new text is printed, so that it can be piped.
     """
     console = console_of(ctx)
     text = answer.piped(console) if prompt == "-" else prompt

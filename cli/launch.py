@@ -42,26 +42,26 @@ def launch(
         option(
             "--dtype",
             MODEL,
-            "The numbers of weights and KV cache: bfloat16, float16 or float32; auto is the checkpoint's own.",
+            "The data type of weights and KV cache: bfloat16, float16 or float32; auto is the checkpoint's.",
             metavar="DTYPE",
         ),
     ] = "auto",
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         option(
-            "--device", MODEL, "Where the model runs: cpu or cuda; auto is cuda where there is one.", metavar="DEVICE"
+            "--device", MODEL, "Where the model runs: cpu or cuda; auto is cuda if there is a device.", metavar="DEVICE"
         ),
     ] = "auto",
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf"],
-        option("--load-format", MODEL, "What MODEL must be: safetensors or gguf; auto takes either.", metavar="FORMAT"),
+        option("--load-format", MODEL, "The format of MODEL: safetensors or gguf; auto allows both.", metavar="FORMAT"),
     ] = "auto",
     max_model_len: Annotated[
         int | None,
         option(
             "--max-model-len",
             MODEL,
-            "The longest prompt and output together, in tokens.",
+            "The most tokens of prompt and output together.",
             metavar="TOKENS",
             show_default="the model's own",
         ),
@@ -71,16 +71,16 @@ def launch(
         option(
             "--served-model-name",
             MODEL,
-            "The name that clients ask for. Repeat it for more names; the first one is shown in answers.",
+            "The model's name for clients. Repeat it for more names; answers have the first one.",
             metavar="NAME",
             show_default="MODEL's last part",
         ),
     ] = None,
     name: Annotated[
-        str, option("--name", SERVER, "What the other commands call this instance.", metavar="NAME")
+        str, option("--name", SERVER, "The name of the instance for the other commands.", metavar="NAME")
     ] = "default",
     host: Annotated[
-        str, option("--host", SERVER, "The address to listen on; 0.0.0.0 lets other machines in.", metavar="ADDRESS")
+        str, option("--host", SERVER, "The address to listen on; 0.0.0.0 admits other machines.", metavar="ADDRESS")
     ] = "127.0.0.1",
     port: Annotated[
         int, option("--port", SERVER, "The port to listen on; 0 takes any free one.", metavar="PORT")
@@ -94,32 +94,32 @@ def launch(
     stream_interval: Annotated[
         int,
         option(
-            "--stream-interval", SERVER, "Tokens in an event of a stream; the first one comes alone.", metavar="TOKENS"
+            "--stream-interval", SERVER, "Tokens per event of a stream; the first one is sent alone.", metavar="TOKENS"
         ),
     ] = 2,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        option("--log-level", SERVER, "The least that is logged: debug, info, warning or error.", metavar="LEVEL"),
+        option("--log-level", SERVER, "The lowest level to log: debug, info, warning or error.", metavar="LEVEL"),
     ] = "info",
     max_total_tokens: Annotated[
         int | None,
         option(
             "--max-total-tokens",
             BATCHING,
-            "Tokens that the KV cache holds, for all requests together.",
+            "Tokens that the KV cache can hold, for all requests together.",
             metavar="TOKENS",
             show_default="from the memory",
         ),
     ] = None,
     max_running_requests: Annotated[
-        int, option("--max-running-requests", BATCHING, "Requests in a step, at most.", metavar="N")
+        int, option("--max-running-requests", BATCHING, "The most requests in a step.", metavar="N")
     ] = 64,
     chunked_prefill_size: Annotated[
         int,
         option(
             "--chunked-prefill-size",
             BATCHING,
-            "Tokens of prompts in a step, at most; fewer where that would hold up answers that are under way.",
+            "The most prompt tokens in a step; fewer where these would delay answers that are under way.",
             metavar="TOKENS",
         ),
     ] = 512,
@@ -131,13 +131,17 @@ def launch(
         option(
             "--schedule-policy",
             BATCHING,
-            "Who runs next: fcfs, the first come, or lpm: the longest cached prefix, the least left to compute.",
+            "The order of requests: fcfs, first come, or lpm, longest cached prefix and least left to compute.",
             metavar="POLICY",
         ),
     ] = "lpm",
     prefix_cache: Annotated[
         bool,
-        option("--prefix-cache/--no-prefix-cache", SWITCHES, "Keep what was computed of a prompt for the next one."),
+        option(
+            "--prefix-cache/--no-prefix-cache",
+            SWITCHES,
+            "Keep the KV of prompts for later requests with the same prefix.",
+        ),
     ] = True,
     threads: Annotated[
         int | None,
@@ -148,18 +152,18 @@ def launch(
         option(
             "--attention-backend",
             BATCHING,
-            "The kernels of attention: reference, native or varlen; auto takes the fastest that works here.",
+            "The attention kernels: reference, native or varlen; auto is the fastest that works here.",
             metavar="NAME",
         ),
     ] = "auto",
     seed: Annotated[
         int | None,
-        option("--seed", MODEL, "For the seeds of requests that bring none.", metavar="N", show_default="random"),
+        option("--seed", MODEL, "Seeds the random seeds of requests without one.", metavar="N", show_default="random"),
     ] = None,
     max_queued_requests: Annotated[
         int,
         option(
-            "--max-queued-requests", TIMES, "Requests that may wait; more are refused at once with 503.", metavar="N"
+            "--max-queued-requests", TIMES, "The most requests that may wait; others are refused with 503.", metavar="N"
         ),
     ] = 1024,
     queue_timeout: Annotated[
@@ -170,13 +174,18 @@ def launch(
         option(
             "--watchdog-timeout",
             TIMES,
-            "End the instance when it makes no step for so long while it has work; 0: never.",
+            "End the instance when it makes no step for this long although it has work; 0: never.",
             metavar="SECONDS",
         ),
     ] = 60.0,
     drain_timeout: Annotated[
         float,
-        option("--drain-timeout", TIMES, "How long requests may still run when it is told to end.", metavar="SECONDS"),
+        option(
+            "--drain-timeout",
+            TIMES,
+            "How long requests may still run when the instance is told to end.",
+            metavar="SECONDS",
+        ),
     ] = 30.0,
     tp_size: Annotated[
         int, option("--tp-size", RANKS, "Ranks that share every layer (tensor parallelism).", metavar="N")
@@ -188,17 +197,17 @@ def launch(
         int, option("--dp-size", RANKS, "Replicas of the whole model, which share the requests.", metavar="N")
     ] = 1,
     nnodes: Annotated[
-        int, option("--nnodes", RANKS, "Machines that the ranks are on; launch on each of them.", metavar="N")
+        int, option("--nnodes", RANKS, "Machines with ranks of the model; launch on each of them.", metavar="N")
     ] = 1,
     node_rank: Annotated[
-        int, option("--node-rank", RANKS, "Which of the machines this is; 0 answers the clients.", metavar="N")
+        int, option("--node-rank", RANKS, "The number of this machine; 0 serves the clients.", metavar="N")
     ] = 0,
     dist_init_addr: Annotated[
         str | None,
         option(
             "--dist-init-addr",
             RANKS,
-            "Where the machines meet: an address of node 0.",
+            "The rendezvous of the machines: an address of node 0.",
             metavar="HOST:PORT",
             show_default=False,
         ),
@@ -208,7 +217,7 @@ def launch(
         option(
             "--nccl-port",
             RANKS,
-            "The port where the ranks of one machine meet.",
+            "The rendezvous port of the ranks on one machine.",
             metavar="PORT",
             show_default="none: in a file",
         ),
@@ -234,12 +243,12 @@ def launch(
         ),
     ] = None,
     metrics_auth: Annotated[
-        bool, option("--metrics-auth/--no-metrics-auth", SWITCHES, "Whether /metrics asks for the key too.")
+        bool, option("--metrics-auth/--no-metrics-auth", SWITCHES, "Whether /metrics requires the API key.")
     ] = True,
 ) -> None:
     """Serve a model.
 
-    Loads MODEL and answers OpenAI's HTTP API until Ctrl-C, which lets what is in flight end first; a second Ctrl-C ends
+    Loads MODEL and serves OpenAI's HTTP API until Ctrl-C, which lets requests in flight end first; a second Ctrl-C ends
     it at once. Every option can also be set by a variable, LLMSERVE_PORT for --port, or in a TOML file, port = 8000.
     """
     options = {key: value for key, value in locals().items() if key in ServerArgs.__struct_fields__}
@@ -264,7 +273,7 @@ def launch(
 
 
 def warn_of_open_doors(console: Console, host: str, secrets: Secrets) -> None:
-    """Says what a server that other machines reach lets them do."""
+    """Warns about what other machines can do without a key."""
     if secrets.api_key is None and secrets.admin_api_key is None:
         console.note(
             f"warning: anyone who reaches {host} can use this server and its admin routes, which abort requests, pause "
@@ -284,7 +293,7 @@ def default_model() -> str:
 
 
 def read_key(console: Console, what: str, file: Path | None) -> str | None:
-    """The key in `file`, else in the variable LLMSERVE_`what`, which is forgotten: no child process shall have it."""
+    """The key in `file`, else in the variable LLMSERVE_`what`, which is removed so that children do not inherit it."""
     variable = f"LLMSERVE_{what}"
     key = console.environ.get(variable)
     os.environ.pop(variable, None)

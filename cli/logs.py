@@ -24,14 +24,20 @@ LINE_SAFE = {code: shown for code, shown in CONTROL_PICTURES.items() if chr(code
 def logs(
     ctx: typer.Context,
     instance: InstanceOption = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until it ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing what is added, until the instance ends.")
+    ] = False,
     lines: Annotated[
-        int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="Only the last so many lines.")
+        int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="Print only the last N lines.")
     ] = None,
     timeout: Annotated[
         float | None,
         typer.Option(
-            "--timeout", metavar="SECONDS", min=0.0, help="How long --follow waits for a line.", show_default="for ever"
+            "--timeout",
+            metavar="SECONDS",
+            min=0.0,
+            help="How long --follow waits for a new line.",
+            show_default="for ever",
         ),
     ] = None,
     json: JsonOption = False,
@@ -40,7 +46,7 @@ def logs(
 
     An instance started off a terminal writes its log to its standard error instead.
 
-    --json prints an object a line: time, level, process and message; the lines of a traceback have a message only.
+    --json prints an object per line: time, level, process and message; lines of a traceback have only a message.
     """
     console = console_of(ctx)
     record = find_with_log(instance)

@@ -32,7 +32,7 @@ ModeOption = Annotated[
     typer.Option(
         "--mode",
         metavar="drain|retract|abort",
-        help="What happens to running requests: they end first, wait without memory, or are aborted.",
+        help="What happens to running requests: they end first, return to the queue, or are aborted.",
     ),
 ]
 
@@ -45,10 +45,10 @@ def pause(
     yes: YesOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Stop generating until `llmserve resume` or `llmserve stop`; requests are still accepted and wait.
+    """Pause generation until `llmserve resume` or `llmserve stop`; requests are still accepted, and wait.
 
-    With retract it answers after the current step, and requests are computed again when they go on. Aborting asks first
-    on a terminal, and needs --yes off it. An instance that drains cannot be paused (exit status 75).
+    With retract it takes effect after the current step, and requests are computed again when they resume. With abort it
+    asks for confirmation, or needs --yes. An instance that is draining cannot be paused (exit status 75).
     """
     from llmserve.cli.rpc import Remote
 
@@ -69,7 +69,7 @@ def pause(
 def resume(
     ctx: typer.Context, instance: InstanceOption = None, timeout: TimeoutOption = 30.0, json: JsonOption = False
 ) -> None:
-    """Go on generating after `llmserve pause`, and take requests again after `llmserve drain`."""
+    """Resume generation after `llmserve pause`, and accept requests again after `llmserve drain`."""
     from llmserve.cli.rpc import Remote
 
     console = console_of(ctx)
@@ -84,16 +84,18 @@ def resume(
 def drain(
     ctx: typer.Context,
     instance: InstanceOption = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until all requests have ended.")] = True,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Whether to wait until all requests have ended.")
+    ] = True,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long to wait for their end.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long to wait for that.")
     ] = 600.0,
     json: JsonOption = False,
 ) -> None:
     """Refuse new requests and let the others end.
 
-    The instance stays up: `llmserve resume` opens it again, `llmserve stop` ends it. Exit status 75 if
-    requests are left after --timeout, or if it is paused, so that none would end.
+    The instance stays up: `llmserve resume` makes it accept requests again, `llmserve stop` ends it. Exit status 75 if
+    requests are left after --timeout, or if it is paused, because none would end.
     """
     from llmserve.cli.rpc import Remote
 

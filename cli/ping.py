@@ -14,9 +14,9 @@ LONG_STEP_S = 1.0
 def ping(
     ctx: typer.Context,
     instance: InstanceOption = None,
-    count: Annotated[int, typer.Option("--count", "-c", metavar="N", min=1, help="How many times.")] = 1,
+    count: Annotated[int, typer.Option("--count", "-c", metavar="N", min=1, help="The number of pings.")] = 1,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.0, help="How long to wait between two.")
+        float, typer.Option("--interval", metavar="SECONDS", min=0.0, help="The time between two pings.")
     ] = 0.0,
     timeout: TimeoutOption = 10.0,
     json: JsonOption = False,

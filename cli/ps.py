@@ -40,14 +40,14 @@ def ps(
     timeout: TimeoutOption = LOAD_TIMEOUT_S,
     json: JsonOption = False,
     all_records: Annotated[
-        bool, typer.Option("--all", "-a", help="Also those that ended without removing their directory.")
+        bool, typer.Option("--all", "-a", help="Also list instances that died and left their directory.")
     ] = False,
 ) -> None:
-    """List the running instances, with the requests that run and wait in each.
+    """List the running instances, with the numbers of running and waiting requests.
 
-    Of several replicas, RUN and WAIT show each one's. A state is starting, ready, paused or draining; degraded: it has
-    lost a replica; silent: its scheduler does not answer within --timeout, or one of its processes is stopped; or dead:
-    its process is gone, and the next launch removes its rest.
+    With several replicas, RUN and WAIT have a number for each. The state is starting, ready, paused or draining;
+    degraded: a replica is lost; silent: a scheduler does not answer within --timeout, or a process is stopped; or dead:
+    the process is gone, and the next launch removes what it left.
     """
     console = console_of(ctx)
     lines = [look(record, timeout, ranks=json) for record in list_instances() if record.alive or all_records]

@@ -24,18 +24,18 @@ class Listed(NamedTuple):
 def requests(
     ctx: typer.Context,
     instance: InstanceOption = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C.")] = False,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="How often --watch shows it.")
+        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="The time between two refreshes of --watch.")
     ] = 1.0,
-    show_text: Annotated[bool, typer.Option("--show-text", help="Show the start of each prompt too.")] = False,
+    show_text: Annotated[bool, typer.Option("--show-text", help="Also show the start of each prompt.")] = False,
     timeout: TimeoutOption = 10.0,
     json: JsonOption = False,
 ) -> None:
-    """List the requests that run and wait, the oldest first.
+    """List the running and waiting requests, the oldest first.
 
-    OUTPUT shows the tokens so far and the most there can be; of several replicas, REPLICA shows which has the request.
-    With --watch, --json prints one list a line.
+    OUTPUT has the tokens generated so far and the most there can be; with several replicas, REPLICA has the one of the
+    request. With --watch, --json prints one list per line.
     """
     from llmserve.cli.rpc import Remote
 

@@ -15,14 +15,14 @@ from llmserve.runtime.instance import InstanceRecord
 def restart(
     ctx: typer.Context,
     instance: InstanceOption = None,
-    now: Annotated[bool, typer.Option("--now", help="End it at once: what is in flight is lost.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="End it at once; requests in flight are lost.")] = False,
     timeout: Annotated[
         float | None,
         typer.Option(
             "--timeout",
             metavar="SECONDS",
             min=0.0,
-            help="How long to wait for its end; after that nothing is launched.",
+            help="How long to wait for its end; if it takes longer, nothing is launched.",
             show_default="its --drain-timeout",
         ),
     ] = None,
@@ -30,8 +30,8 @@ def restart(
 ) -> None:
     """End an instance and launch it again: same name, port, options, variables and working directory.
 
-    The new one runs in the background, whatever the old one did, and has the weights that it was launched with: those
-    of a later update-weights are gone.
+    The new one runs in the background, even if the old one did not, with the weights of the launch, not those of a
+    later update-weights.
     """
     record = find_instance(instance)
     command, environ, directory = how_launched(record)

@@ -25,14 +25,14 @@ TAKES_NOTICE_WITHIN_S = 10.0
 def stop(
     ctx: typer.Context,
     instance: InstanceOption = None,
-    now: Annotated[bool, typer.Option("--now", help="End it at once: what is in flight is lost.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="End it at once; requests in flight are lost.")] = False,
     timeout: Annotated[
         float | None,
         typer.Option(
             "--timeout",
             metavar="SECONDS",
             min=0.0,
-            help="How long to wait for its end; it goes on ending after that.",
+            help="How long to wait for its end; it goes on draining after that.",
             show_default="its --drain-timeout",
         ),
     ] = None,
@@ -40,8 +40,8 @@ def stop(
 ) -> None:
     """Drain an instance and end it.
 
-    It refuses new requests at once, finishes what is in flight within its --drain-timeout, and ends; if it is paused,
-    it goes on for that. With --now it does not wait for them.
+    It refuses new requests at once, finishes those in flight within its --drain-timeout, and ends. A paused instance is
+    resumed for that. With --now it ends without finishing them.
     """
     console = console_of(ctx)
     record = find_instance(instance)

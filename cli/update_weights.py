@@ -45,25 +45,25 @@ def update_weights(
     instance: InstanceOption = None,
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf"],
-        typer.Option("--load-format", metavar="auto|safetensors|gguf", help="What kind of files to read."),
+        typer.Option("--load-format", metavar="auto|safetensors|gguf", help="The format of the checkpoint."),
     ] = "auto",
     mode: Annotated[
         PauseMode,
         typer.Option(
             "--mode",
             metavar="drain|retract|abort",
-            help="What running requests do meanwhile: end first, wait and be computed again, or be aborted.",
+            help="What happens to running requests: they end first, are computed again later, or are aborted.",
         ),
     ] = DEFAULT_PAUSE_MODE,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only compare, and print what differs.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only compare, and print the differences.")] = False,
     timeout: TimeoutOption = 600.0,
     yes: YesOption = False,
     json: JsonOption = False,
 ) -> None:
     """Swap the weights of the running model without a restart.
 
-    The new checkpoint is checked and read while the old one serves; then the instance stops for the copy. Whatever
-    fails, the old weights go on serving. Ctrl-C before the copy leaves all as it is, and says which weights serve.
+    The new checkpoint is checked and read while the old weights serve; generation is paused only for the exchange. On
+    any failure the old weights go on serving. Ctrl-C before the exchange cancels it, and prints which weights serve.
     """
     from llmserve.cli.rpc import ProgressReport, Remote
 

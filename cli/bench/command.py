@@ -24,40 +24,46 @@ def bench(
     ctx: typer.Context,
     instance: InstanceOption = None,
     url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="Any OpenAI-compatible server, in place of an instance.")
+        str | None, typer.Option("--url", metavar="URL", help="Any OpenAI-compatible server, instead of an instance.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="The model to ask for.", show_default="its first one")
+        str | None, typer.Option("--model", metavar="NAME", help="The model to request.", show_default="its first one")
     ] = None,
-    suite: Annotated[bool, typer.Option("--suite", help="Put the five standard loads, W1 to W5, in turn.")] = False,
-    requests: Annotated[int, typer.Option("--requests", "-n", metavar="N", min=1, help="How many requests.")] = 32,
+    suite: Annotated[bool, typer.Option("--suite", help="Run the five standard loads, W1 to W5.")] = False,
+    requests: Annotated[int, typer.Option("--requests", "-n", metavar="N", min=1, help="The number of requests.")] = 32,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", "-c", metavar="N", min=1, help="How many at a time.")
+        int, typer.Option("--concurrency", "-c", metavar="N", min=1, help="The number of concurrent clients.")
     ] = 8,
     rate: Annotated[
         float | None,
-        typer.Option("--rate", metavar="R", min=0.001, help="In place of -c: so many a second, at random times."),
+        typer.Option(
+            "--rate", metavar="N", min=0.001, help="Instead of -c: N requests a second on average, at random times."
+        ),
     ] = None,
-    input_words: Annotated[
-        int, typer.Option("--input-words", metavar="N", min=1, help="The length of each prompt.")
-    ] = 128,
+    input_words: Annotated[int, typer.Option("--input-words", metavar="N", min=1, help="Words in each prompt.")] = 128,
     shared_prefix: Annotated[
-        float, typer.Option("--shared-prefix", metavar="SHARE", min=0.0, max=1.0, help="What part all prompts share.")
+        float,
+        typer.Option(
+            "--shared-prefix", metavar="SHARE", min=0.0, max=1.0, help="The part of each prompt that all share."
+        ),
     ] = 0.0,
     output_tokens: Annotated[
-        int, typer.Option("--output-tokens", metavar="N", min=1, help="The length of each answer.")
+        int, typer.Option("--output-tokens", metavar="N", min=1, help="Tokens in each answer.")
     ] = 64,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Ask for streams.")] = True,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Whether to stream the answers.")] = True,
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Of the prompts and arrivals; a new one finds nothing cached.")
+        int,
+        typer.Option(
+            "--seed", metavar="N", help="The seed of prompts and arrival times; prompts of a new seed are not cached."
+        ),
     ] = 0,
     extra: Annotated[
         str,
-        typer.Option("--extra", metavar="JSON", help="Fields for each request; null leaves one of ours out."),
+        typer.Option("--extra", metavar="JSON", help="More fields for each request; null removes a default one."),
     ] = "{}",
     api_key_file: ApiKeyFileOption = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long to wait for each whole answer.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long to wait for each complete answer.")
     ] = 600.0,
     json: JsonOption = False,
 ) -> None:

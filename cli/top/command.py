@@ -31,28 +31,28 @@ def top(
     ctx: typer.Context,
     instance: InstanceOption = None,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="How often it is shown.")
+        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="The time between two refreshes.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
     json: JsonOption = False,
     record: Annotated[
-        Path | None, typer.Option("--record", metavar="FILE", dir_okay=False, help="Keep what is seen in a file.")
+        Path | None, typer.Option("--record", metavar="FILE", dir_okay=False, help="Record the samples to a file.")
     ] = None,
     replay: Annotated[
         Path | None,
-        typer.Option("--replay", metavar="FILE", exists=True, dir_okay=False, help="Show a file made by --record."),
+        typer.Option("--replay", metavar="FILE", exists=True, dir_okay=False, help="Replay a file made by --record."),
     ] = None,
-    speed: Annotated[float, typer.Option("--speed", metavar="N", min=0.001, help="Replay so many times faster.")] = 1.0,
+    speed: Annotated[float, typer.Option("--speed", metavar="N", min=0.001, help="Replay N times as fast.")] = 1.0,
     timeout: Annotated[
         float,
-        typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long --once waits for something to show."),
+        typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long --once waits for data."),
     ] = 3.0,
-    readonly: Annotated[bool, typer.Option("--readonly", help="No key can abort or flush.")] = False,
+    readonly: Annotated[bool, typer.Option("--readonly", help="Disable the keys that abort and flush.")] = False,
     ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII characters only.")] = False,
 ) -> None:
     """Watch an instance live: load, memory, latencies, processes and requests.
 
-    Press ? for the keys. Off a terminal it prints a line an interval; with --json, an object a line.
+    Press ? for the keys. Without a terminal it prints a line per interval; with --json, a JSON object per line.
     """
     from llmserve.cli.top.glyphs import ASCII, UNICODE
     from llmserve.cli.top.keys import Ui
