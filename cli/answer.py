@@ -188,7 +188,7 @@ def events(response: "httpx.Response") -> Iterator[dict[str, Any]]:
     """The JSON payloads of an event stream up to its `[DONE]`; one cut off before that raises CommandError."""
     rest = b""
     for part in response.iter_bytes():
-        # By newlines alone: httpx's iter_lines also ends a line at U+2028 and its like, which JSON may hold bare.
+        # Split at newlines only: httpx's iter_lines also splits at characters like U+2028, which JSON may contain.
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):

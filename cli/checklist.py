@@ -58,7 +58,7 @@ class Checklist:
 
     def stage(self, name: str, detail: str) -> None:
         if name == "model" and self._log is not None:
-            self._log.start()  # the instance's directory is ours by now
+            self._log.start()  # the instance's directory exists by now
         self._line(name).result = detail
 
     def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None:

@@ -4,6 +4,7 @@ Data goes to stdout; notes, errors, questions and progress go to stderr. It deci
 nothing about instances or commands. Rich is imported only when it is used.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import rich.progress
 
 CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\u2421"}
-for _code in range(0x80, 0xA0):  # C1: some terminals act on them as on ESC [
+for _code in range(0x80, 0xA0):  # C1 controls: some terminals treat them like ESC [
     CONTROL_PICTURES[_code] = "\ufffd"
 
 
@@ -72,9 +73,10 @@ class Console:
         self.print(json.dumps(value, indent=indent, ensure_ascii="utf" not in encoding, allow_nan=False))
 
     def note(self, text: str) -> None:
-        """Writes a line for the user to stderr."""
-        self.stderr.write(text + "\n")
-        self.stderr.flush()
+        """Writes a message for the user to stderr; where that cannot be written to, nowhere."""
+        with contextlib.suppress(OSError):
+            self.stderr.write(text + "\n")
+            self.stderr.flush()
 
     def error(self, text: str) -> None:
         """Writes `llmserve: TEXT` to stderr, in red where colour is allowed."""

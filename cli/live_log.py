@@ -54,21 +54,21 @@ class LiveLog:
             with self._path.open("rb") as file:
                 self._show_lines(file)
         except OSError:
-            pass  # it is gone with its instance
+            pass  # it was removed with its instance
 
     def _show_lines(self, file: BufferedReader) -> None:
         rest, over = b"", False
         while not over:
             over = self._over.wait(POLL_S)  # asked before the last look
             if file.tell() > self._path.stat().st_size:
-                file.seek(0)  # it had grown too long, and was begun anew
+                file.seek(0)  # it was truncated because it had grown too long
             *lines, rest = (rest + file.read()).split(b"\n")
             for line in lines:
                 self._show(line.decode(errors="replace"))
 
     def _show(self, line: str) -> None:
         parts = LINE.fullmatch(line)
-        if parts is None:  # of a traceback
+        if parts is None:  # a line of a traceback
             self._screen.print(Text(f"  {printable(line)}", "dim"), soft_wrap=True)
         elif self._from <= parts["time"] < self._to or parts["level"] not in QUIET:
             self._screen.print(short(**parts.groupdict()), soft_wrap=True)

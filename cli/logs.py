@@ -56,7 +56,7 @@ def logs(
         while follow:
             alive = record.alive  # asked before the last look, so that nothing written before the end is missed
             if os.fstat(file.fileno()).st_size < file.tell():
-                file.seek(0)  # it had grown too long, and was begun anew
+                file.seek(0)  # it was truncated because it had grown too long
             added = file.read()
             if added:
                 rest = write(console, rest + added, json)

@@ -171,7 +171,7 @@ def options(context: Any, command: Any) -> list[str]:
             lines += [f".SS {roff(panel or 'Other options')}"]
         forms = [*parameter.opts, *parameter.secondary_opts]
         if parameter.name == "help":
-            forms.sort()  # Typer keeps them in a set
+            forms.sort()  # Typer keeps them in a set, without order
         names = ", ".join(rf"\fB{dashed(form)}\fR" for form in forms)
         value = (
             ""

@@ -116,7 +116,7 @@ class Relay:
 
     def _write(self, *event: object) -> None:
         if not self._events.closed:
-            with contextlib.suppress(OSError):  # nobody waits any more
+            with contextlib.suppress(OSError):  # the parent is gone
                 self._events.write(json.dumps(event) + "\n")
                 self._events.flush()
 

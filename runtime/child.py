@@ -121,12 +121,12 @@ def main() -> int:
     orders, report = take_standard_streams()
     first_line: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=watch_parent, args=(orders, first_line, report), daemon=True, name="death-pipe").start()
-    # The second net, for a process whose threads cannot run because native code holds the interpreter.
+    # In addition, for a process whose threads cannot run because native code holds the GIL.
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     setup_logging(role, "info")
 
     try:
-        run = imported(module).run  # heavy, so done while the main process looks for the checkpoint
+        run = imported(module).run  # slow, so done while the main process looks for the checkpoint
         init = msgspec.json.decode(first_line.get(), type=ChildInit)
         setup_logging(role, init.args.log_level)
         run(init, report)
@@ -183,7 +183,7 @@ def watch_parent(orders: BinaryIO, first_line: "SimpleQueue[bytes]", report: Rep
 
 
 if __name__ == "__main__":
-    # Run the module's importable copy: `__main__` would have classes of its own that equal nobody else's.
+    # Run the imported module: the classes of `__main__` would differ from those that others import.
     from llmserve.runtime.child import main as imported_main
 
     sys.exit(imported_main())

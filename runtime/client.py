@@ -149,7 +149,7 @@ class _Client:
             dealer.send(call.envelope)
             yield call, dealer
         except BaseException:
-            dealer.close()  # which tells the server, at its next progress message, that nobody waits any more
+            dealer.close()  # the server notices at its next progress message
             raise
         self._idle.append(dealer)
 
@@ -190,7 +190,7 @@ class AsyncRpcClient(_Client):
         timeout_s: float | None = None,
     ) -> AnswerT:
         """Asks and waits for the answer, at most `timeout_s` seconds. Raises RpcCallError."""
-        import asyncio  # here, because commands block and are to start soon
+        import asyncio  # imported here to keep the start of commands fast
 
         with self._calling(request, timeout_s, on_progress) as (call, dealer):
             answer = None
@@ -220,4 +220,4 @@ def probe(address: str) -> None:
         except PermissionError:
             raise RpcCallError("denied", f"not allowed to connect to {address}") from None
         except OSError:
-            pass  # its queue of connections is full: it lives, but is slow
+            pass  # its backlog of connections is full: it is alive, but slow

@@ -37,7 +37,7 @@ def run(init: ChildInit, report: Reporter) -> None:
         if now >= beat_due:
             push.offer(Heartbeat())
             beat_due = now + HEARTBEAT_S
-        # While the front does not keep up nothing is read, so that the scheduler sees it and admits nothing new.
+        # While the front does not keep up, nothing is read, so that the scheduler notices and admits no requests.
         message = None if push.congested else pull.recv()
         if isinstance(message, BatchTokenIDOutput):
             push.send(detokenizer.convert(message))

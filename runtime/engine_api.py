@@ -270,7 +270,7 @@ class Engine:
         future = self._submit(work)
         try:
             return future.result()
-        except BaseException:  # KeyboardInterrupt, say: nobody waits any more
+        except BaseException:  # such as KeyboardInterrupt: nobody waits for it any more
             future.cancel()
             raise
 

@@ -80,7 +80,7 @@ def grammar_of(constraint: Constraint) -> str:
         raise _refusal(constraint, f"it has {len(constraint.text)} characters; at most {MAX_LENGTH} are allowed")
     try:
         grammar = _READERS[constraint.kind](constraint.text)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises plain Exceptions
         raise _refusal(constraint, str(error)) from None
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     if failed:

@@ -43,7 +43,7 @@ class HttpServer:
             backlog=BACKLOG,
         )
         self._server = uvicorn.Server(config)
-        # Not `serve`, which would take the signals that asked_to_end gives a meaning.
+        # `_serve`, because `serve` would install signal handlers over those of serve.py.
         self.task: asyncio.Task[None] = asyncio.create_task(self._server._serve([listener]))
 
     async def _dispatch(self, scope: "Scope", receive: "Receive", send: "Send") -> None:

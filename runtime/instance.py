@@ -99,7 +99,7 @@ class Instance:
     def _write(self) -> None:
         draft = self.directory / f".{RECORD}"
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(self.record)))
-        draft.replace(self.directory / RECORD)  # at once: a reader sees the old record or the new one
+        draft.replace(self.directory / RECORD)  # atomic: a reader sees the old record or the new one
 
     def release(self) -> None:
         """Removes the directory with its contents and frees the name. Safe to repeat; does nothing in a forked
@@ -136,7 +136,7 @@ def acquire(name: str) -> Instance:
     Removes what a dead instance has left under the name. Raises InstanceError when the name is in use, the directory is
     not private to this user, or its path is too long for a socket; ConfigError for an invalid name.
     """
-    from importlib.metadata import version  # these are slow to import, and the commands do not need them
+    from importlib.metadata import version  # slow to import, and not needed by the commands
 
     from llmserve.runtime.config import check_name
 
@@ -238,7 +238,7 @@ def _stat(pid: int) -> list[str]:
     ended.
     """
     try:
-        # After the parenthesised name, which may hold anything.
+        # The name before it is in parentheses, and may contain anything.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []

@@ -73,7 +73,7 @@ def begin_build() -> None:
     """Builds the library in a thread, if it is missing; `built_library` waits for that."""
 
     def build() -> None:
-        with contextlib.suppress(BuildError):  # told when the library is asked for
+        with contextlib.suppress(BuildError):  # reported when the library is asked for
             built_library()
 
     threading.Thread(target=build, daemon=True, name="kernel-build").start()
@@ -93,7 +93,7 @@ def _use(library: Path) -> bool:
         os.utime(library)
     except FileNotFoundError:
         return False
-    except OSError:  # someone else's
+    except OSError:  # another user's file
         return library.exists()
     return True
 

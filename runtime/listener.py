@@ -15,7 +15,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket, bound before the model loads so that nobody else takes the port. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:  # the latter of a name that DNS cannot hold
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that is invalid in DNS
         reason = getattr(error, "strerror", None) or "this is no name of a host"
         raise ConfigError(f"--host {host}: {reason}; give an address of this machine, such as 127.0.0.1") from None
     listener = socket.socket(family, kind, protocol)
@@ -38,7 +38,7 @@ def find_holder(port: int) -> str:
     for record in list_instances():
         if record.port == port:
             return f'pid {record.pid} (llmserve "{record.name}")'
-    import psutil  # only where a port is taken: commands that want a URL import this module too
+    import psutil  # needed only when a port is taken, and commands import this module for url_of
 
     for connection in psutil.net_connections("tcp"):
         if (

@@ -79,7 +79,7 @@ async def bound_log(path: Path) -> None:
         with contextlib.suppress(OSError):
             length = os.stat(path).st_size
             if length > MAX_LOG_BYTES:
-                os.truncate(path, 0)  # all who write to it append
+                os.truncate(path, 0)  # all writers append
                 log.warning("began the log anew length=%d", length)
 
 

@@ -51,12 +51,12 @@ class ChildProcess:
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         inherited = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         self._popen = subprocess.Popen(
-            # -P: whatever lies in the working directory must not be imported in the place of a library.
+            # -P: files in the working directory must not shadow libraries.
             [sys.executable, "-P", "-m", "llmserve.runtime.child", role, module, instance],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**inherited, **environment},
-            process_group=0,  # a terminal's Ctrl-C is for the main process, which decides
+            process_group=0,  # a terminal's Ctrl-C must reach only the main process
             bufsize=0,
         )
         self.pid = self._popen.pid
@@ -129,7 +129,7 @@ class ChildProcess:
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._read_status()  # its last words may have come with its end
+        self._read_status()  # its last status may have come with its end
         self._loop.remove_reader(self._status.fileno())
         self._status.close()
         self._orders.close()
@@ -139,7 +139,7 @@ class ChildProcess:
 def describe_end(child: ChildProcess, code: int) -> str:
     """Why a child has ended, for the user."""
     if child.failure is not None and child.failure.exit_code == CONFIG_EXIT_CODE:
-        return child.failure.message  # the user's to correct, whoever noticed
+        return child.failure.message  # for the user to correct, so the role does not matter
     if child.failure is not None:
         return f"the {child.role} failed: {child.failure.message}"
     if code >= 0:

@@ -180,7 +180,7 @@ def local_address(host: str, port: int) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
-    except (OSError, UnicodeError) as error:  # the latter of a name that DNS cannot hold
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that is invalid in DNS
         reason = getattr(error, "strerror", None) or "this is no name of a host"
         raise ConfigError(f"--dist-init-addr {host}:{port} cannot be reached: {reason}") from None
 

@@ -153,5 +153,5 @@ def _byte_level(token: str | bytes) -> str | bytes:
         return token
     try:
         return bytes([_BYTE_OF[character] for character in token])
-    except KeyError:  # an added token, which was never spelled in visible bytes
+    except KeyError:  # an added token, which is plain text
         return token.encode()

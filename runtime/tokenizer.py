@@ -44,7 +44,7 @@ class Tokenizer:
         directory = Path(directory)
         try:
             backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises plain Exceptions
             raise ConfigError(f"no usable tokenizer.json in {directory}: {error}") from error
         backend.no_truncation()
         backend.no_padding()

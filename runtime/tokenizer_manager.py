@@ -297,7 +297,7 @@ class TokenizerManager:
         """The front's current metrics, with those of the main process and the detokenizer."""
         processes = []
         for role, meter in self._meters.items():
-            with contextlib.suppress(psutil.Error):  # it has just died; the supervisor sees to that
+            with contextlib.suppress(psutil.Error):  # it has just died, which the supervision handles
                 usage = meter.read()
                 dropped = self._watchers.dropped if role == "main" else 0
                 silent_s = time.monotonic() - self.detokenizer_heard if role == "detokenizer" else 0.0
@@ -357,7 +357,7 @@ class TokenizerManager:
     def _send(self, message: TokenizedReqInput, request: AnyInFlight) -> None:
         """Sends the request and registers it. There is no await between here and the consumer's `finally`."""
         request.replica = self.schedulers.route(message, time.monotonic())
-        self._push_out(message, request.replica)  # first: one that is too large for a frame must leave nothing behind
+        self._push_out(message, request.replica)  # first, so that a message too large for a frame leaves nothing behind
         self.schedulers.routing.started(request.replica, request.choices)
         self._in_flight[message.rid] = request
 
@@ -384,7 +384,7 @@ class TokenizerManager:
     async def _receive(self, pull: Pull) -> None:
         while True:
             message = await pull.arecv()
-            await asyncio.sleep(0)  # arecv does not give way while there are messages, and consumers must run too
+            await asyncio.sleep(0)  # arecv does not yield while there are messages, and consumers must run too
             if isinstance(message, BatchStrOutput | Heartbeat):
                 self.detokenizer_heard = time.monotonic()
             if isinstance(message, BatchStrOutput | BatchEmbeddingOutput):
@@ -442,7 +442,7 @@ class TokenizerManager:
             self.schedulers.take(message, now)
             self._delivered = self.delivered
             total = self.scheduler_metrics
-            draining = total is not None and total.state == "draining"  # all of them, where there are several
+            draining = total is not None and total.state == "draining"  # with several replicas: all of them
             if draining and self.state == "ready":
                 self.drain()
                 self._drains_with_scheduler = True

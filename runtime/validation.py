@@ -39,7 +39,7 @@ def check_before_tokenizing(req: GenerateReqInput, limits: Limits) -> None:
         raise _refusal(param, f"n times the number of prompts is {choices}; at most {MAX_CHOICES} choices a request")
     if req.logprobs is not None:
         _in_range("top_logprobs", req.logprobs.top, 0, min(MAX_TOP_LOGPROBS, limits.vocab_size))
-    # Nothing need be generated where the logprobs of the prompt are wanted.
+    # With prompt logprobs it is allowed to generate no token.
     least = 0 if req.logprobs is not None and req.logprobs.prompt else 1
     _check_sampling(req.sampling_params, limits, least)
 

@@ -96,14 +96,14 @@ class _DataUnpickler(pickle.Unpickler):
         raise WireError("a frame names a persistent object")
 
 
-# Before a frame is unpickled its opcodes are walked: only those that the pickler writes for builtins pass. The
+# Before a frame is unpickled its opcodes are checked: only those that the pickler writes for builtins are allowed. The
 # unpickler alone is not safe against a small frame: LONG_BINPUT makes it fill a table of up to 64 GiB, BINBYTES8
 # allocates what it names, EXT consults a registry. The walk is a regular expression over runs of short opcodes, because
 # a loop in Python would cost more than the unpickling. The opcodes are described in CPython's Lib/pickletools.py.
 _COUNTED = b"(?:" + b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(256)) + b")"
 _RUN_OPCODES = 256
 _RUN = re.compile(
-    b"(?:"  # the commonest first, and those without an argument together
+    b"(?:"  # the most frequent first, and those without an argument together
     rb"[Kh]."  # integers below 256, memoized objects
     rb"|[\x94N\x88\x89(t\x85\x86\x87)e\]}usa]{1,4}+"  # MEMOIZE, None, booleans, tuples, lists, dicts
     rb"|[\x8cC\x8a]" + _COUNTED +  # str, bytes and large integers below 256 bytes
@@ -165,7 +165,7 @@ class _Socket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         if kind == zmq.ROUTER:
-            # A send to a client that is gone or never reads fails and is seen, instead of being dropped in silence.
+            # A send to a client that is gone or never reads fails, instead of being dropped silently.
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if bind:
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
@@ -197,7 +197,7 @@ class _Socket:
                 part = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if len(self._parts) <= parts:  # those too many are not kept
+            if len(self._parts) <= parts:  # additional parts are not kept
                 self._parts.append(part)
             if not self._socket.getsockopt(zmq.RCVMORE):
                 frames, self._parts = self._parts, []
@@ -212,7 +212,7 @@ class _Socket:
 
     async def _atake(self, kind: Any) -> Any:
         """Waits for the next good message."""
-        import asyncio  # here, because commands block and are to start soon
+        import asyncio  # imported here to keep the start of commands fast
 
         while True:
             taken = self._take(kind)

@@ -175,7 +175,7 @@ def show_screen(console: Console, source: "Source", ui: "Ui", glyphs: "Glyphs") 
             source.wake = screen.wake
             snapshot = feed.snapshot()
             due, told = time.monotonic() + FIRST_S, 0.0
-            screen.stale = False  # better nothing for a moment than a picture without numbers
+            screen.stale = False  # draw nothing for a moment, rather than a screen without numbers
             while True:
                 for notice in feed.pump():
                     ui.message, told, screen.stale = notice, time.monotonic(), True
@@ -196,7 +196,7 @@ def show_screen(console: Console, source: "Source", ui: "Ui", glyphs: "Glyphs") 
                     if action is not None:
                         source.act(action)
     except Terminated as ended:
-        if ended.number != signal.SIGINT:  # Ctrl-C is how one leaves
+        if ended.number != signal.SIGINT:  # Ctrl-C is a normal way to quit
             raise typer.Exit(ended.exit_code) from None
     except EOFError:
         return

@@ -213,7 +213,7 @@ class Ui:
         place = names.index(self.sort) if self.sort in names else 0  # it had replicas, and is another instance now
         self.sort = names[(place + (-1 if key == "left" else 1)) % len(names)]
         self.reverse = False
-        self.message = f"sorted by {self.sort}"  # the column may be one that the screen has no room for
+        self.message = f"sorted by {self.sort}"  # the column may not fit on the screen
 
     def _act(self, key: str, rows: list[Request]) -> Action | None:
         if self.readonly:

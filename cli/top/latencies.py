@@ -25,7 +25,7 @@ class Latencies:
         if self._http and sum(sample.e2e.counts) < sum(self._http[-1].e2e.counts):
             self._http.clear()
         self._http.append(sample)
-        # The newest of those older than the window stays: it is what the window is measured against.
+        # The newest sample older than the window is kept as the start of the window.
         while len(self._http) > 1 and self._http[1].time <= sample.time - WINDOW_S:
             self._http.popleft()
 

@@ -120,15 +120,15 @@ class Model:
 
     def _add_scheduler(self, sample: SchedulerMetrics) -> None:
         if self.link is not None and sample.dp_rank in self.link.lost_replicas:
-            return  # its last words
+            return  # a late message
         before = self._replicas.get(sample.dp_rank)
         if before is not None and sample.steps_total < before.steps_total:
-            self._forget()  # counters never fall: this is another instance under the same name
+            self._forget()  # counters never decrease: this is another instance of the same name
             before = None
         if before is None or sample.steps_total > before.steps_total or not sample.running:
             self._stepped[sample.dp_rank] = sample.time
         if before is None:
-            self._history.clear()  # what a replica had counted before it was heard of has not grown since
+            self._history.clear()  # the earlier counts of a new replica are not growth
         self._replicas[sample.dp_rank] = sample
         self._saw(sample.processes, sample.time)
         if len(sample.processes) > 1:

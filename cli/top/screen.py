@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from llmserve.cli.top.keys import KeyReader
 from llmserve.cli.top.spans import Line
 
-ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"  # the second screen, no cursor, no wrapping
+ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"  # alternate screen, no cursor, no wrapping
 LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 ESCAPE_WAIT_S = 0.05
 """An escape sequence that is incomplete after so long is the Esc key."""
@@ -139,7 +139,7 @@ class Screen:
             self._shown = ["\0"] * len(rendered)
             self._write("\x1b[2J")
         changed = [
-            f"\x1b[{number}H\x1b[K{new}"  # erased first: after the last column, \x1b[K would erase that
+            f"\x1b[{number}H\x1b[K{new}"  # erase first: after writing the last column, \x1b[K would erase it
             for number, (new, old) in enumerate(zip(rendered, self._shown, strict=True), start=1)
             if new != old
         ]

@@ -188,7 +188,7 @@ class Live(Source):
     def _watch(self) -> None:
         """Passes on metrics until the instance ends. Raises RpcCallError or InstanceError then."""
         record = self._record
-        if self._link is None or self._link.status != "lost":  # what was wrong stays in sight until it is not
+        if self._link is None or self._link.status != "lost":  # keep showing what was wrong until it is resolved
             self._say("connecting")
         endpoint = f"watch-{os.getpid()}-{secrets.token_hex(4)}"
         path = record.directory / endpoint
@@ -211,7 +211,7 @@ class Live(Source):
                         lease = Lease(record, endpoint)
                     if lease.error is not None:
                         raise lease.error
-                    # A front that is to end says so in its record; the scheduler goes on as ever.
+                    # A front that drains says so in its record, while the scheduler reports its usual state.
                     status = "draining" if found.state == "draining" else "connected"
                     stopped = found.stopped
                     if pull.bad_frames and not heard:

@@ -63,7 +63,7 @@ def header(frame: Frame) -> Line:
         Part(printable(s.instance), "bold", 0, 4),
         Part(printable(s.model), "", 3, 8),
     ]
-    if s.replicas:  # it has said so much already
+    if s.replicas:  # known once a scheduler has sent metrics
         version, uptime = f"weights v{s.weight_version}", f"up {format.duration(s.uptime_s)}"
         parts += [Part(version, "dim", 2, len(version)), Part(uptime, "dim", 4, len(uptime))]
     if len(s.replicas) > 1:

@@ -17,7 +17,7 @@ class VarlenAttention(AttentionBackend):
     name = "varlen"
 
     def __init__(self, geometry: PageGeometry, num_pages: int) -> None:
-        from torch.nn.attention.varlen import varlen_attn  # takes most of a second, which a CPU start need not wait
+        from torch.nn.attention.varlen import varlen_attn  # slow to import, and not needed on CPUs
 
         self._attend = varlen_attn
         shape = (geometry.page_size, geometry.num_kv_heads, geometry.head_dim)
@@ -44,7 +44,7 @@ class VarlenAttention(AttentionBackend):
             batch.max_query_len,
             batch.max_seq_len,
             scale=spec.scale,
-            # flash attention counts the tokens to the left, without the token itself
+            # FlashAttention counts the tokens to the left, without the token itself
             window_size=(-1 if spec.sliding_window is None else spec.sliding_window - 1, 0),
             enable_gqa=True,
             seqused_k=batch.seq_lens,

@@ -32,7 +32,7 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_free = num_pages
-        # A stack, lowest page on top: the same requests get the same pages in every run.
+        # A stack with the lowest page on top, so that the same requests get the same pages in every run.
         self._free: Pages = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._owner = np.full(num_pages, FREE, dtype=np.uint8)
 

@@ -98,7 +98,8 @@ def init_topology(
     tp_ranks = [[stage * tp_size + i for i in range(tp_size)] for stage in range(pp_size)]
     pp_ranks = [[stage * tp_size + i for stage in range(pp_size)] for i in range(tp_size)]
     everyone = list(range(world))
-    crowded = world // nodes > len(os.sched_getaffinity(0))  # then whom we wait for may want the core that we spin on
+    # with fewer cores than ranks, spinning would take the core from the rank that is waited for
+    crowded = world // nodes > len(os.sched_getaffinity(0))
     join = _Join(rank, world // nodes, Counts())
     tp, pp = join(tp_ranks, timeout, spins=0 if crowded else SPINS), join(pp_ranks, timeout)
     control, weights = join([everyone], timeout, backend="gloo"), join([everyone], patient)
@@ -127,7 +128,7 @@ def make_store(where: str, rank: int, world: int) -> Store:
         world,
         is_master=rank == 0,
         timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
-        wait_for_workers=False,  # until they have come this one could not tell them that it ends
+        wait_for_workers=False,  # or this rank could not announce its end before the others have come
         master_listen_fd=listener if rank == 0 else None,
         use_libuv=False,  # which would listen on every interface
     )

@@ -84,7 +84,7 @@ def shard_paths(directory: Path) -> list[Path]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index} is no shard index: {error!r}") from error
     elif (directory / "model.safetensors").is_file():
-        names = ["model.safetensors"]  # beside it some repositories keep the same weights in another layout
+        names = ["model.safetensors"]  # some repositories have the same weights in another layout beside it
     else:
         names = sorted(path.name for path in directory.glob("*.safetensors"))
     return [_inside(directory, name) for name in names]

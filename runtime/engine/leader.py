@@ -67,7 +67,7 @@ class Leader:
     def all_reports(self) -> tuple[ProcessInfo, ...]:
         """The reports of all ranks, this one first."""
         now = time.monotonic()
-        latest = list(self._reports.values())  # at once: another thread adds to it
+        latest = list(self._reports.values())  # copied at once, because another thread adds to it
         return (self.rank.report(), *(msgspec.structs.replace(info, silent_s=now - came) for info, came in latest))
 
     def submit(self, plan: StepPlan) -> "Future[StepResult]":
@@ -153,7 +153,7 @@ class RankedSwap:
 
     def stage(self, new: Checkpoint, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> int:
         rank = self._leader.rank
-        opened = open_source(new)  # before the others are told: a failure here is nobody else's
+        opened = open_source(new)  # before the other ranks are told, so that a failure here concerns no other rank
         self._leader.tell(Stage(new))
         source = SharedSource(opened, rank.topology.updates, CPU, rank.topology.pp.size)
         try:

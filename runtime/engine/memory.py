@@ -49,7 +49,7 @@ def pool_tokens(args: ServerArgs, max_model_len: int, geometry: PageGeometry, sh
 def available_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`, within the limit of the control group if there is one."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading has left there is free too
+        torch.cuda.empty_cache()  # frees what loading has cached
         return int(torch.cuda.mem_get_info(device)[0])
     available = int(psutil.virtual_memory().available)
     group = _control_group_bytes()

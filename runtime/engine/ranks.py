@@ -245,7 +245,7 @@ def follow(rank: Rank) -> None:
         if isinstance(command, RankLost):
             raise not_answering(command)
         if staging is not None:
-            staging.join()  # it has ended on the first rank, and two threads must not use its group
+            staging.join()  # rank 0 has finished it, and two threads must not use its group
         if isinstance(command, Stage):
             receive = rank.receive_weights
             staging = threading.Thread(target=receive, args=(command.checkpoint,), daemon=True, name="stage-weights")

@@ -123,7 +123,7 @@ def draw(scores: Tensor, params: SamplingParams, number: float) -> Tensor:
     total = cumulative[-1:]
     passed = torch.searchsorted(cumulative, total * number, right=True)
     last = torch.searchsorted(cumulative, total)
-    return torch.minimum(passed, last)[0].clamp(max=scores.shape[0] - 1)  # in range also where scores are NaN
+    return torch.minimum(passed, last)[0].clamp(max=scores.shape[0] - 1)  # in range even if scores are NaN
 
 
 def uniform(spec: SampleSpec) -> float:

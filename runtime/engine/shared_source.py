@@ -114,7 +114,7 @@ class SharedSource:
 
     def _receive(self, wanted: bool) -> bool:
         """Receives the next batch; drops a single tensor that is not `wanted`. False after the last batch."""
-        self._waiting.clear()  # what nobody has taken goes before more comes
+        self._waiting.clear()  # frees tensors that were not taken
         entries = self._header([])
         self._ended = not entries
         if self._ended:
@@ -153,7 +153,7 @@ class SharedSource:
         data = b""
         if self._source is not None:
             tensors = list(self._source.tensors.items())
-            run = -(-len(tensors) // stages)  # of the checkpoint's order, which is that of the layers mostly
+            run = -(-len(tensors) // stages)  # in the checkpoint's order, which is mostly that of the layers
             data = msgspec.msgpack.encode(dict(tensor for first in range(run) for tensor in tensors[first::run]))
         length = int(broadcast(torch.tensor([len(data)], device=self._device), self._group, "plan").item())
         if self._source is None:

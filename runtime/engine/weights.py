@@ -196,7 +196,7 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
     own = dict(model.slots())
     slots = own if model.num_layers == model.config.num_layers else _slots_of_all_stages(model) | own
     steps, differences, missing = [], [], dict.fromkeys(slots)
-    formats: dict[int, set[int]] = defaultdict(set)  # of the parts of each weight
+    formats: dict[int, set[int]] = defaultdict(set)  # of the tensors that enter each weight
     on_cpu = all(slot.weight.device.type == "cpu" for slot in own.values())
     for name, info in source.tensors.items():
         own_name = model_name(name, model.config)

@@ -52,7 +52,7 @@ class TpModelWorker:
         handle: Future[StepResult] = Future()
         try:
             handle.set_result(self._run(plan))
-        except torch.AcceleratorError as error:  # nothing runs on a device any more after that; it is no lack of memory
+        except torch.AcceleratorError as error:  # the device is unusable after this, unlike after an OutOfMemoryError
             handle.set_exception(WorkerDied(f"the device failed ({str(error).splitlines()[0]})"))
         except Exception as error:
             handle.set_exception(error)

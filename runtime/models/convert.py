@@ -41,7 +41,7 @@ token as the one that ends a text, and answers would go on for ever. llama.cpp a
 
 def converted_gguf(header: GgufHeader) -> Path:
     """The directory with the config and tokenizer of a GGUF file. Raises ConfigError."""
-    to_hf_config(header)  # an architecture that is not served fails here, before a child is started
+    to_hf_config(header)  # raises for an unsupported architecture before a child is started
     return _converted("gguf", Path(header.path), header.digest)
 
 
@@ -67,7 +67,7 @@ def _converted(kind: Literal["gguf", "tokenizer"], source: Path, digest: str) ->
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (target / "tokenizer.json").is_file():  # else another launch was faster
                 work = target.with_name(".unfinished")
-                shutil.rmtree(work, ignore_errors=True)  # what a launch that was killed has left
+                shutil.rmtree(work, ignore_errors=True)  # left by a launch that was killed
                 work.mkdir()
                 try:
                     _run_child(kind, source, work)
@@ -104,9 +104,7 @@ def _main(kind: str, source: Path, target: Path) -> None:
     if kind == "gguf":
         from transformers import PreTrainedTokenizerFast
 
-        link = (
-            target / "model.gguf"
-        )  # alone in its directory: transformers prefers a tokenizer.json that lies beside it
+        link = target / "model.gguf"  # alone in its directory, because transformers prefers a tokenizer.json beside it
         link.symlink_to(source)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=link.name, local_files_only=True)
         link.unlink()

@@ -140,7 +140,7 @@ def _family_keys(header: GgufHeader, model_type: str) -> dict[str, Any]:
                 "num_experts": header.get("expert_count"),
                 "num_experts_per_tok": header.get("expert_used_count"),
                 "moe_intermediate_size": header.get("expert_feed_forward_length"),
-                "norm_topk_prob": True,  # llama.cpp: in every model of this architecture
+                "norm_topk_prob": True,  # as in llama.cpp, for every model of this architecture
             }
         case "mixtral":
             return {
@@ -160,7 +160,7 @@ def _family_keys(header: GgufHeader, model_type: str) -> dict[str, Any]:
             return {
                 "attn_logit_softcapping": header.get("attn_logit_softcapping", 50.0),
                 "final_logit_softcapping": header.get("final_logit_softcapping", 30.0),
-                # llama.cpp: the 27B model scales by the width of a head as if the heads filled the hidden size
+                # as in llama.cpp: the 27B model scales by hidden size / heads, which is not its head_dim
                 "query_pre_attn_scalar": header.get("embedding_length") / header.get("attention.head_count")
                 if layers == 46
                 else header.get("attention.key_length", 256),

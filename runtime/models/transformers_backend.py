@@ -60,9 +60,9 @@ class TransformersModel:
         self._base = self._model.base_model
         self._step = _Step(config)
         for module in self._base.modules():
-            if isinstance(getattr(module, "layer_idx", None), int):  # the attention function finds the pages there
+            if isinstance(getattr(module, "layer_idx", None), int):  # where the attention function finds it
                 module.__dict__["llmserve_step"] = self._step
-        # what follows the base model (scaling, softcap, head) runs as transformers wrote it, on hidden states of ours
+        # what follows the base model (scaling, softcap, head) runs unchanged, on our hidden states
         self._replay = _Replay()
         setattr(self._model, self._model.base_model_prefix, self._replay)
 
@@ -82,7 +82,7 @@ class TransformersModel:
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         try:
             logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
-        except AttributeError as error:  # a head that reaches into the base model
+        except AttributeError as error:  # the head uses attributes of the base model
             raise ConfigError(f"{self.config.architecture} cannot be served: {error}") from error
         return logits.float()
 
@@ -138,7 +138,7 @@ def _make_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         with no_init_weights(), torch.device(device):
             model: PreTrainedModel = make(hf_config, dtype=dtype, attn_implementation=_ATTENTION)
         model.tie_weights()
-    except Exception as error:  # a config is data that any of a hundred architectures may stumble over
+    except Exception as error:  # a bad config may make any of a hundred architectures raise anything
         raise ConfigError(f"transformers cannot make {config.architecture}: {error}") from error
     model.train(False)
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:

@@ -55,7 +55,7 @@ class Intake:
         choices, draws = len(message.prompts), False
         if isinstance(message, TokenizedGenerateReqInput):
             choices, draws = choices * message.n, message.sampling_params.max_new_tokens > 0
-        # What can start at once does not count as queued.
+        # Choices that can start at once do not count as queued.
         room = self._max_queued + max(0, self._max_running - len(table.running)) - len(table.waiting)
         if choices > room:
             return failure(
@@ -82,7 +82,7 @@ class Intake:
 
     def _add_choices(self, group: Group, message: TokenizedGenerateReqInput) -> None:
         params = message.sampling_params
-        # A grammar lets the model end the text where it may end, and has it end where it must.
+        # With a grammar, EOS is how the model ends the text, where it may or must end.
         ends = bool(message.grammar) or not params.ignore_eos
         stop_ids = frozenset(params.stop_token_ids) | (self._eos if ends else frozenset())
         program = self._guides.program(message.grammar) if message.grammar else None

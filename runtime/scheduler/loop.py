@@ -180,7 +180,7 @@ class Scheduler:
 
     def _accept(self, message: TokenizedReqInput) -> None:
         if message.rid in self.table.groups:
-            # Rows with an error would end the first one. The front lets no two requests of one rid through.
+            # An error row would end the first request. The front never sends two with one rid.
             log.error("request dropped, its rid is in use rid=%s", message.rid)
             return
         try:
@@ -358,7 +358,7 @@ class Scheduler:
 
     def flush(self) -> int:
         """Empties the prefix cache except for pages that running requests use. Returns the number of pages freed."""
-        self._metrics_due = 0.0  # the front routes by what it believes to be cached
+        self._metrics_due = 0.0  # reported at once, because the front routes by its estimate of what is cached
         return self.kv.flush()
 
     def _mark(self, requests: list[Request], message: str) -> None:

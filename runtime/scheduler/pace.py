@@ -42,7 +42,7 @@ class Pace:
     def observe(self, decodes: int, tokens: int, seconds: float) -> None:
         """Learns from a step with `decodes` decodes and `tokens` prefill tokens that has taken `seconds`."""
         expected = self._seconds(decodes, tokens)
-        # Something else may have held the step up: it counts for no more than twice what was expected.
+        # Something else may have delayed the step: it counts as twice the expected time at most.
         surprise = min(seconds - expected, expected or seconds)
         step = RATE * surprise / (BASE**2 + (DECODE * decodes) ** 2 + tokens**2)
         self._base = max(0.0, self._base + step * BASE)

@@ -71,7 +71,7 @@ class Policy:
         shares: list[Share] = []
         for request in tuple(running):
             count = counts.get(request, 0)
-            if count and request.lease is not None and self._make_room(request, count):  # or else retracted just now
+            if count and request.lease is not None and self._make_room(request, count):  # no lease: retracted just now
                 shares.append(Share(request, request.scheduled, count))
         return shares
 
@@ -114,7 +114,7 @@ class Policy:
         for request, left in self._candidates(prompts):
             if free <= 0 or not self._divide({**prompts, request: left}, budget)[request]:
                 break
-            # Once more: what those before it have taken is locked now.
+            # Matched again, because the requests started before it have locked pages.
             cached, locked = kv.match(request.namespace, request.tokens, request.reusable)
             if self._cached_soon(request, cached):
                 continue

@@ -17,7 +17,7 @@ from typing import NoReturn
 from llmserve.runtime import kernel_build
 from llmserve.runtime.child import ChildInit, Reporter
 
-kernel_build.begin_build()  # now, where there is nothing built yet: the compiler takes longer than what follows
+kernel_build.begin_build()  # before the imports, because compiling takes longer than these
 
 import msgspec
 import torch
@@ -101,7 +101,7 @@ def end_lost(init: ChildInit, report: Reporter, topology: Topology, reason: str)
     elsewhere = gone and all(rank // ranks_per_node(args) != args.node_rank for rank in gone)
     time.sleep(DISMISSAL_GRACE_S if elsewhere else LOST_GRACE_S)
     report.error(reason)
-    os._exit(1)  # torch would wait for the ranks that are gone
+    os._exit(1)  # at exit torch would wait for the ranks that are gone
 
 
 def join(init: ChildInit, report: Reporter, device: torch.device) -> Topology:
@@ -119,11 +119,11 @@ def join(init: ChildInit, report: Reporter, device: torch.device) -> Topology:
         address, fault = where.split("/")[2], os.strerror(error.errno or 0)
         raise ConfigError(f"the ranks cannot meet at {address}: {fault}; choose another port") from error
     if args.nnodes > 1:
-        own = make_store(where, rank or 1, world)  # one that no other thread waits with
+        own = make_store(where, rank or 1, world)  # a client of its own, which no other thread blocks
         if rank == 0:
             report.farewell = partial(say_farewell, own, world - 1)
         else:
-            # whatever is under way: it would wait for ranks that end
+            # at once, because whatever is under way would wait for ranks that have ended
             leaving = partial(await_farewell, own, leave=partial(os._exit, 0))
             threading.Thread(target=leaving, daemon=True, name="farewell").start()
     topology = init_topology(rank, args.tp_size, args.pp_size, store, device.type, timeout_s, args.nnodes)
@@ -168,7 +168,7 @@ def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:
     if isinstance(worker, Leader):
         scheduler.snapshots.ranks = worker.all_reports
         scheduler.snapshots.active_s = lambda: worker.active_s
-    # A lease travels down the pipeline: the detokenizer passes it on to the front, which has metrics too.
+    # Leases of metrics are passed down the pipeline to the front, which has metrics too.
     verbs = Verbs(scheduler, init.checkpoint.path, watchers, forward=tokens.send)
     scheduler.control = RpcServer(
         router,

@@ -79,7 +79,7 @@ class Request:
     )
 
     def __init__(self, group: "Group", index: int, seq: int, prompt: bytes) -> None:
-        # What was asked for. The defaults are an embedding's where it has no such thing.
+        # What was asked for. An embedding keeps the defaults of fields that it does not use.
         self.group = group
         self.rid = group.rid
         self.index = index
@@ -109,7 +109,7 @@ class Request:
         self.pooling = ""
         self.normalize = False
 
-        # Where it is.
+        # Its progress.
         self.scheduled = 0
         self.computed = 0
         self.in_flight = 0
@@ -127,7 +127,7 @@ class Request:
         self.first_token: float | None = None
         self.last_token: float | None = None
 
-        # What has been gathered for the client and not been sent.
+        # Results gathered for the client and not sent yet.
         self.sent = self.prompt_len
         """The number of known tokens that are the prompt's or have been sent."""
         self.rows_sent = 0

@@ -114,7 +114,7 @@ class Results:
         results = []
         for share in shares:
             try:
-                # Alone already, or a later step has read what this one should have written.
+                # It was alone already, or a later step has read the KV that this one should have written.
                 if len(shares) == 1 or share.request.in_flight > 1:
                     raise error
                 row = share.request.row(share.start, share.length)
@@ -175,7 +175,7 @@ class Results:
             self.token_rows.append(self._token_row(request, None))
 
     def _stopped(self, request: Request, token: int) -> FinishReason | None:
-        if token in request.stop_ids:  # it was forbidden while there were fewer than min_tokens
+        if token in request.stop_ids:  # not sampled before min_tokens: see `forbidden`
             return FinishReason(type="stop", matched=token if token in request.params.stop_token_ids else None)
         if request.decoder is not None:
             request.decoder.add([token])
@@ -205,7 +205,7 @@ class Results:
         doubtful enters the prefix cache.
         """
         request.ending = failure(status, message)
-        # What was gathered may be what is wrong.
+        # The logprobs gathered may be the cause of the error.
         request.logprobs = None
         request.new_logprobs.clear()
         if not request.in_flight:

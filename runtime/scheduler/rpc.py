@@ -171,7 +171,7 @@ class RpcServer:
             return
         if isinstance(answer, Generator):
             call = Pending(verb, tell, answer, deadline)
-            # Twice: the first progress says that there is a caller who can hear, the second that the work has begun.
+            # Twice: sending the first progress shows whether the caller is there, and then the work begins.
             if not self._advance(call) and not self._advance(call):
                 self._pending.append(call)
         else:

@@ -37,7 +37,7 @@ class StandIn:
     def _run(self) -> None:
         while self._error is None:
             time.sleep(self._patience_s)
-            with self._lock:  # it is free during waits only: while nothing runs, this thread sleeps
+            with self._lock:  # free only during waits: while nothing runs, this thread sleeps
                 if time.monotonic() - self._began >= self._patience_s:
                     try:
                         self._duties()

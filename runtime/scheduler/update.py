@@ -121,18 +121,18 @@ class WeightUpdates:
                 except GeneratorExit:
                     if decide(self._directory, request.decision, "abort") == "abort":
                         raise
-                    # The caller has left too late: another replica may have heard the word already.
+                    # The caller has left too late: another replica may have committed already.
             else:
-                yield RpcProgress(stage="exchanging")  # is told at once: who has left by now has cancelled
+                yield RpcProgress(stage="exchanging")  # sent at once, so that a caller that has left cancels
             try:
                 scheduler.worker.swap.commit()
             except Exception as error:
                 log.exception("commit failed")
                 if request.decision:
-                    end_process()  # the others go on with the new weights: no replica may serve the old ones
+                    end_process()  # the other replicas commit, and none may go on serving the old weights
                 raise Refusal("failed", f"the exchange failed ({error}); the old weights serve on") from None
             scheduler.weight_version += 1
-            scheduler.flush()  # nothing runs, so no prefix that the old weights computed is left
+            scheduler.flush()  # nothing runs, so this removes every prefix computed with the old weights
             self.model_path = checkpoint.path
             log.info("weights updated version=%d path=%s", scheduler.weight_version, checkpoint.path)
         finally:

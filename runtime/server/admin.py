@@ -121,7 +121,7 @@ def add_routes(app: FastAPI, rpc: Replicas) -> None:
         serving.
         """
         body = await read_json(request, UpdateWeightsBody)
-        # What fails is the checkpoint: it is missing, damaged, or of another model.
+        # It fails because of the checkpoint: missing, damaged, or of another model.
         return await call(UpdateWeightReqInput(**msgspec.structs.asdict(body)), LONG_TIMEOUT_S, failed=400)
 
     @app.post("/pause_generation", openapi_extra=operation(PauseBody))

@@ -45,7 +45,7 @@ class KeyPolicy:
         given = _bearer_token(headers)
         if given is None:
             raise _denied("no API key was given; send it as `Authorization: Bearer KEY`")
-        # No short cut: how long it takes must not tell how near a guess is.
+        # Compares with all keys, in constant time, so that timing tells nothing about a guess.
         if not sum(hmac.compare_digest(given, key) for key in accepted):
             raise _denied("the API key that was given does not open this path")
 

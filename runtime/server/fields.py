@@ -58,11 +58,11 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fie
     structured_outputs: StructuredOutputs | None = None
     """Constraints that `response_format` cannot express, as in vLLM."""
 
-    # Refused unless neutral: see UNSUPPORTED.
+    # Refused unless their value is neutral: see UNSUPPORTED.
     store: object = None
     service_tier: object = None
     prediction: object = None
-    # They change nothing about an answer, here or at OpenAI.
+    # Accepted and ignored, because they cannot change an answer, here or at OpenAI.
     metadata: object = None
     prompt_cache_key: object = None
     safety_identifier: object = None

@@ -49,7 +49,7 @@ class Frontdoor:
             headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
             await error_response(error, headers)(scope, receive, send)
         except Exception as error:
-            # A stream that has begun tells its own errors (sse.py), so nothing has been sent when one comes here.
+            # A stream that has begun handles its own errors (sse.py), so nothing has been sent yet.
             log.exception("request failed method=%s path=%s", scope["method"], scope["path"])
             await error_response(unexpected(error))(scope, receive, send)
 

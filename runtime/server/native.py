@@ -128,7 +128,7 @@ def add_routes(app: FastAPI, context: Context) -> None:
     @app.post("/detokenize", openapi_extra=operation(DetokenizeRequest, Text))
     async def detokenize(request: Request) -> Response:
         body = await read_json(request, DetokenizeRequest)
-        if not body.tokens:  # what /tokenize makes of ""
+        if not body.tokens:  # what /tokenize returns for ""
             return json_response(Text(text=""))
         texts = await asyncio.to_thread(_decode, context, body)
         return json_response(Text(text=texts if isinstance(body.tokens[0], list) else texts[0]))

@@ -39,7 +39,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The tool calls of an earlier answer, in an assistant's message."""
     tool_call_id: str | None = None
     """The call whose result a tool's message holds."""
-    # An assistant's message from an earlier answer has these, empty.
+    # Present, but empty, in an assistant's message from an earlier answer.
     refusal: object = None
     annotations: object = None
     audio: object = None
@@ -116,7 +116,7 @@ async def _generate_request(context: Context, body: ChatRequest, tools: ToolUse 
         constraint=constraint,
         logprobs=LogprobOptions(top=given(body.top_logprobs, 0)) if body.logprobs else None,
         stream=bool(body.stream),
-        add_special_tokens=False,  # the template writes them
+        add_special_tokens=False,  # the chat template adds them
         skip_special_tokens=skip_special_tokens,
         user=given(body.user, ""),
     )

@@ -108,7 +108,7 @@ async def _generate_request(context: Context, body: CompletionRequest) -> tuple[
         else:
             decoded = await asyncio.to_thread(lambda: [context.tokenizer.decode(each, skip_special) for each in ids])
             echoed = [_Echo(text, tokens) for text, tokens in zip(decoded, ids, strict=True)]
-    # A request for no tokens is one for the prompt's logprobs, shown or not.
+    # max_tokens 0 is allowed only with prompt logprobs, whether or not these are returned.
     top = 0 if body.logprobs is None and body.max_tokens == 0 else body.logprobs
     req = GenerateReqInput(
         rid=request_id(body.rid, "cmpl-"),

@@ -31,7 +31,7 @@ def describe(app: FastAPI, types: Sequence[type]) -> None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             for path in schema["paths"].values():
                 for each in path.values():
-                    each["responses"].pop("422", None)  # FastAPI's own validation error, which nobody gets here
+                    each["responses"].pop("422", None)  # FastAPI's own validation error, which is not used here
             schema["components"] = {"schemas": _components(types)}
             app.openapi_schema = schema
         return app.openapi_schema
@@ -40,7 +40,7 @@ def describe(app: FastAPI, types: Sequence[type]) -> None:
 
 
 def _components(types: Sequence[type]) -> dict[str, Any]:
-    def any_json(kind: type) -> dict[str, Any]:  # which is what `object` stands for
+    def any_json(kind: type) -> dict[str, Any]:  # the meaning of `object` in a body
         return {"description": "Any JSON."}
 
     return msgspec.json.schema_components(types, ref_template=REFS, schema_hook=any_json)[1]

@@ -51,7 +51,7 @@ def add_routes(app: FastAPI, context: Context) -> None:
     manager = context.manager
     version = importlib.metadata.version("llmserve")
 
-    @app.head("/health", include_in_schema=False)  # as some load balancers ask
+    @app.head("/health", include_in_schema=False)  # as used by some load balancers
     @app.get("/health", openapi_extra=operation(answer=Health))
     async def health() -> Response:
         """200 while the instance serves, paused or degraded too; 503 while it drains, or what all need is stuck."""

@@ -54,7 +54,7 @@ PYTHON_TAG = "<|python_tag|>"
 
 def format_of(template: str) -> Format | None:
     """The format of the model with this chat template; None where it is unknown."""
-    if "<function=" in template or "[ARGS]" in template:  # the same marks around something else than JSON
+    if "<function=" in template or "[ARGS]" in template:  # the same marks, but not around JSON
         return None
     for found in (HERMES, MISTRAL, PHI):
         if found.begin in template:
@@ -187,5 +187,5 @@ def _call(value: object, found: Format) -> ToolCall | None:
         return None
     arguments = value.get(found.arguments, {})
     text = arguments if isinstance(arguments, str) else _quoted(arguments)
-    # Nine letters or digits: Mistral's templates take no other ids.
+    # Nine letters or digits, because Mistral's templates accept no other ids.
     return ToolCall(id=uuid.uuid4().hex[:9], function=CalledFunction(name=value["name"], arguments=text))
