@@ -1,19 +1,35 @@
 """Fixtures that more than one folder of tests uses: a real instance, shared by all tests that leave it as it was."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported: nothing else has the cores alone
 
 from instances import RunningInstance, end_all, launched, runtime_directory
 
+# A busy machine is no reason to fail, nor is the luck of a run: the same examples every time.
+settings.register_profile("everywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("everywhere")
+
 # A shell's background job ignores these, and so would the instances that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not look through torch again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,20 @@
-"""Requests that last, held open by threads, for tests of what happens to them."""
+"""Requests that last, held open by threads, for tests of what happens to them; and requests that come all at once."""
 
+import asyncio
 import json
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
-from instances import RunningInstance, wait_until
+from instances import PATIENCE_S, RunningInstance, wait_until
+from llmserve import Engine
+from llmserve.runtime.client import AsyncRpcClient
+from llmserve.runtime.messages import ContinueGenerationReqInput, GetLoadReqInput, PauseGenerationReqInput
+
+T = TypeVar("T")
 
 
 class OpenRequest:
@@ -31,7 +36,7 @@ class OpenRequest:
 
     def _run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._request, timeout=60) as response:
+            with httpx.stream("POST", self._url, json=self._request, timeout=PATIENCE_S) as response:
                 self.status = response.status_code
                 if self._request["stream"] and self.status == 200:
                     for line in lines_of(response):
@@ -45,8 +50,7 @@ class OpenRequest:
 
     def wait(self, seconds: float) -> None:
         """Waits until the client has its whole answer, at most so many seconds."""
-        self._thread.join(seconds)
-        assert not self._thread.is_alive(), f"no answer within {seconds} s"
+        wait_until(lambda: not self.going, seconds, "the whole answer")
 
     @property
     def going(self) -> bool:
@@ -67,21 +71,31 @@ def lines_of(response: httpx.Response) -> Iterator[str]:
         yield from (line.decode() for line in lines)
 
 
+SOME = 2000
+"""Tokens that take about half a second: for what happens meanwhile, and is over soon after."""
+
+
 @contextmanager
 def load(instance: RunningInstance, max_tokens: int, streams: int = 2, plain: int = 2) -> Iterator[list[OpenRequest]]:
     """Open requests, all of them admitted and the streams under way."""
     requests = [OpenRequest(instance, max_tokens, stream=True) for _ in range(streams)]
     requests += [OpenRequest(instance, max_tokens, stream=False) for _ in range(plain)]
-    wait_until(lambda: all(request.events for request in requests[:streams]), 10, "the first event of each stream")
-    wait_until(lambda: instance.requests() == streams + plain, 10, "all requests in the scheduler")
+    wait_until(lambda: all(request.events for request in requests[:streams]), PATIENCE_S, "the first event of each")
+    wait_until(lambda: instance.requests() == streams + plain, PATIENCE_S, "all requests in the scheduler")
     yield requests
 
 
-@contextmanager
-def load_for(instance: RunningInstance, seconds: float) -> Iterator[list[OpenRequest]]:
-    """A load that ends by itself, not before so many seconds: the speed of one request tells how long it must be."""
-    for sample_tokens in (1, 256):  # the first request warms up, the second is the measure
-        began = time.monotonic()
-        OpenRequest(instance, sample_tokens, stream=False).wait(20)
-    with load(instance, int(256 * seconds / (time.monotonic() - began))) as requests:
-        yield requests
+async def all_at_once(engine: Engine, requests: Iterable[Coroutine[Any, Any, T]], choices: int) -> list[T]:
+    """What requests to an engine give: they begin when so many choices wait in its schedulers, however slowly they come
+    there.
+    """
+    clients = [AsyncRpcClient(address, PATIENCE_S) for address in engine._running().instance.record.rpc_addresses]
+    for client in clients:
+        await client.call(PauseGenerationReqInput(mode="retract"))
+    answers = asyncio.gather(*requests)
+    while sum([(await client.call(GetLoadReqInput())).waiting for client in clients]) < choices:
+        await asyncio.sleep(0.02)
+    for client in clients:
+        await client.call(ContinueGenerationReqInput())
+        client.close()
+    return await answers

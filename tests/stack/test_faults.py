@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from loads import load, load_for
+from loads import SOME, load
 
-from instances import FOREVER, RunningInstance, assert_gone, launched, start, wait_until
+from instances import FOREVER, PATIENCE_S, RunningInstance, assert_gone, command_line, launched, start, wait_until
 from llmserve.runtime.client import RpcClient
 from llmserve.runtime.messages import PauseGenerationReqInput
 
@@ -23,10 +23,8 @@ def test_a_killed_child_ends_all(own_root: Path, long_model: Path, role: str) ->
     with launched(own_root, "one", str(long_model)) as instance, load(instance, FOREVER) as requests:
         processes = instance.processes()
         victim = instance.child(role)
-        killed = time.monotonic()
         victim.kill()
-        for request in requests:
-            request.wait(killed + 2 - time.monotonic())
+        wait_until(lambda: not any(request.going for request in requests), 2, "the error of each")
         for request in requests[:2]:
             assert request.status == 200
             assert request.error is not None, request.events[-1:]
@@ -35,8 +33,8 @@ def test_a_killed_child_ends_all(own_root: Path, long_model: Path, role: str) ->
             assert (request.status, request.broken) == (503, "")
             assert request.error is not None
             assert role in request.error["message"]
-        assert instance.wait_ended(3) == 1
-        assert_gone(processes, 1)
+        assert instance.wait_ended(5) == 1
+        assert_gone(processes)
         assert not instance.directory.exists()
         last_line = instance.log_text().splitlines()[-1]
         assert last_line.startswith(f"llmserve: the {role} (pid {victim.pid}) was killed by SIGKILL")
@@ -56,7 +54,7 @@ def test_a_killed_main_process_leaves_no_child_and_no_lasting_claim(own_root: Pa
         assert second.record["pid"] == second.process.pid
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.25, 0.5, 0.8, 1.1, 1.5])
+@pytest.mark.parametrize("seconds", [0.1, 0.25, 0.5, 0.8, 1.1])
 def test_a_main_process_killed_while_loading_leaves_no_child(own_root: Path, tiny_model: Path, seconds: float) -> None:
     instance = start(own_root, "early", str(tiny_model))
     time.sleep(seconds)
@@ -79,28 +77,34 @@ def test_what_fills_an_empty_cache_ends_with_the_launch(
     (older / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, tokenizer["merges"])]))
     instance = start(own_root, "fresh", str(older), XDG_CACHE_HOME=str(tmp_path / "cache"))
     converts = "llmserve.runtime.models.convert"
-    wait_until(lambda: any(converts in process.cmdline() for process in instance.processes()), 10, "the conversion")
+    wait_until(lambda: converts in str(list(map(command_line, instance.processes()))), PATIENCE_S, "the conversion")
     processes = instance.processes()
     instance.process.send_signal(end)
     instance.wait_ended(5)
-    assert_gone(processes, 5)
+    assert_gone(processes)
 
 
 def test_sigterm_refuses_new_work_and_finishes_the_old(own_root: Path, long_model: Path) -> None:
-    """Also when the whole group gets the signal, as systemd does it: if children obeyed, the requests would be lost."""
-    with launched(own_root, "drained", str(long_model)) as instance, load_for(instance, seconds=1.5) as requests:
+    """Also when the whole group gets the signal, as systemd does it: if children obeyed, the requests would be lost.
+
+    The scheduler stands still meanwhile, so that the old work does not end before we have looked.
+    """
+    with launched(own_root, "drained", str(long_model)) as instance, load(instance, SOME) as requests:
+        scheduler = instance.child("scheduler")
+        scheduler.suspend()
         processes, url = instance.processes(), instance.url
         for process in reversed(processes):
             process.terminate()
-        wait_until(lambda: instance.record.get("state") == "draining", 1, "draining")
-        health = httpx.get(f"{url}/health")
-        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 1})
+        wait_until(lambda: instance.record.get("state") == "draining", 2, "draining")
+        health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 1}, timeout=PATIENCE_S)
         assert all(request.going for request in requests), "they ended too soon to show anything"
+        scheduler.resume()
         assert health.status_code == 503
         assert refused.status_code == 503
         assert "draining" in refused.json()["error"]["message"]
         for request in requests:
-            request.wait(20)
+            request.wait(PATIENCE_S)
             assert request.status == 200
             assert request.error is None
         for request in requests[:2]:
@@ -108,21 +112,21 @@ def test_sigterm_refuses_new_work_and_finishes_the_old(own_root: Path, long_mode
             assert [event["choices"][0]["finish_reason"] for event in request.events[:-1]][-1] == "length"
         for request in requests[2:]:
             assert request.body["choices"][0]["finish_reason"] == "length"
-        assert instance.wait_ended(3) == 0
-        assert_gone(processes, 1)
+        assert instance.wait_ended(5) == 0
+        assert_gone(processes)
         assert not instance.directory.exists()
 
 
 def test_a_paused_instance_goes_on_when_it_is_to_end(own_root: Path, long_model: Path) -> None:
     """What it holds ends well, long before the drain timeout, though nobody resumes it."""
     options = (str(long_model), "--drain-timeout", "60")
-    with launched(own_root, "held", *options) as instance, load_for(instance, seconds=0.5) as requests:
+    with launched(own_root, "held", *options) as instance, load(instance, SOME) as requests:
         with RpcClient(instance.record["rpc_addresses"][0]) as client:
-            client.call(PauseGenerationReqInput(mode="retract"), timeout_s=10)
+            client.call(PauseGenerationReqInput(mode="retract"), timeout_s=PATIENCE_S)
         assert all(request.going for request in requests), "they ended too soon to show anything"
         instance.process.terminate()
         for request in requests:
-            request.wait(30)
+            request.wait(PATIENCE_S)
             assert (request.status, request.error) == (200, None)
         assert instance.wait_ended(5) == 0
 
@@ -133,11 +137,11 @@ def test_a_drain_has_a_deadline(own_root: Path, long_model: Path) -> None:
         told = time.monotonic()
         instance.process.send_signal(signal.SIGTERM)
         for request in requests:
-            request.wait(2)
+            request.wait(5)
             assert request.error is not None
         assert requests[2].status == 503
         assert time.monotonic() - told >= 0.5
-        assert instance.wait_ended(3) == 0
+        assert instance.wait_ended(5) == 0
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
@@ -146,49 +150,48 @@ def test_a_second_signal_ends_at_once(own_root: Path, long_model: Path, second: 
     with launched(own_root, "twice", str(long_model)) as instance, load(instance, FOREVER) as requests:
         processes = instance.processes()
         instance.process.send_signal(signal.SIGINT)
-        wait_until(lambda: instance.record.get("state") == "draining", 1, "draining")
+        wait_until(lambda: instance.record.get("state") == "draining", 2, "draining")
         instance.process.send_signal(second)
-        assert instance.wait_ended(1) == 128 + second
+        assert instance.wait_ended(5) == 128 + second
         for request in requests:
             request.wait(2)
             assert request.error is not None
             assert "the server was ended at once" in request.error["message"]
-        assert_gone(processes, 1)
+        assert_gone(processes)
         assert not instance.directory.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_is_enough_while_loading(own_root: Path, tiny_model: Path, number: signal.Signals) -> None:
-    instance = start(own_root, "loading", str(tiny_model))
-    wait_until(lambda: instance.record.get("children"), 5, "the children's start")
+    instance, _ = paused_while_loading(own_root, tiny_model)
     processes = instance.processes()
     instance.process.send_signal(number)
-    assert instance.wait_ended(2) == 128 + number
-    assert_gone(processes, 1)
+    assert instance.wait_ended(5) == 128 + number
+    assert_gone(processes)
     assert not instance.directory.exists()
 
 
 def paused_while_loading(root: Path, model: Path) -> tuple[RunningInstance, psutil.Process]:
     """An instance that cannot get ready because its scheduler is stopped."""
     instance = start(root, "loading", str(model))
-    wait_until(lambda: len(psutil.Process(instance.process.pid).children()) == 2, 5, "the children's start")
+    wait_until(lambda: len(psutil.Process(instance.process.pid).children()) == 2, PATIENCE_S, "two children")
     scheduler = instance.child("scheduler")
     scheduler.suspend()
-    wait_until(lambda: instance.record.get("port"), 2, "the port")
+    wait_until(lambda: instance.record.get("children"), PATIENCE_S, "the children's names")
     return instance, scheduler
 
 
 def test_a_child_that_dies_while_loading_ends_the_launch(own_root: Path, tiny_model: Path) -> None:
     instance, scheduler = paused_while_loading(own_root, tiny_model)
-    answer = httpx.get(f"{instance.url}/health", timeout=2)
+    answer = httpx.get(f"{instance.url}/health", timeout=PATIENCE_S)
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "the model is still loading"
     assert instance.record["state"] == "starting"
     processes = instance.processes()
     scheduler.kill()
-    assert instance.wait_ended(2) == 1
+    assert instance.wait_ended(5) == 1
     assert f"the scheduler (pid {scheduler.pid}) was killed by SIGKILL" in instance.log_text().splitlines()[-1]
-    assert_gone(processes, 1)
+    assert_gone(processes)
     assert not instance.directory.exists()
 
 
@@ -200,7 +203,7 @@ def test_a_broken_checkpoint_ends_the_launch_with_its_message(own_root: Path, ti
     weights = next(broken.glob("*.safetensors"))
     os.truncate(weights, weights.stat().st_size // 2)
     instance = start(own_root, "broken", str(broken))
-    assert instance.wait_ended(15) != 0
+    assert instance.wait_ended(PATIENCE_S) != 0
     assert weights.name in instance.log_text().splitlines()[-1]
     assert not instance.directory.exists()
 
@@ -209,32 +212,33 @@ def test_a_broken_checkpoint_ends_the_launch_with_its_message(own_root: Path, ti
 def test_the_watchdog_ends_what_is_stuck(own_root: Path, long_model: Path, role: str, fault: str) -> None:
     """And leaves alone what has nothing to do. The scheduler goes on with what the detokenizer holds up."""
     with launched(own_root, "stuck", str(long_model), "--watchdog-timeout", "3") as instance:
-        time.sleep(4)
-        assert httpx.get(f"{instance.url}/health").status_code == 200
+        if role == "scheduler":  # once is enough
+            time.sleep(4)
+        assert httpx.get(f"{instance.url}/health", timeout=PATIENCE_S).status_code == 200
         processes = instance.processes()
         with load(instance, FOREVER) as requests:
             stopped = time.monotonic()
             instance.child(role).suspend()
             for request in requests:
-                request.wait(20)
+                request.wait(PATIENCE_S)
                 assert request.error is not None
                 assert f"{fault} for 3 s" in request.error["message"]
             assert time.monotonic() - stopped >= 3
-        assert instance.wait_ended(4) == 1
-        assert_gone(processes, 1)
+        assert instance.wait_ended(5) == 1
+        assert_gone(processes)
 
 
-@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
-def test_health_tells_soon_of_a_process_that_is_stuck(own_root: Path, long_model: Path, role: str) -> None:
+def test_health_tells_soon_of_a_process_that_is_stuck(own_root: Path, long_model: Path) -> None:
     """Long before the watchdog does something about it; and that it goes on."""
     with launched(own_root, "stuck", str(long_model)) as instance, load(instance, FOREVER):
 
         def health() -> httpx.Response:
-            return httpx.get(f"{instance.url}/health")
+            return httpx.get(f"{instance.url}/health", timeout=PATIENCE_S)
 
-        assert health().status_code == 200
-        instance.child(role).suspend()
-        wait_until(lambda: health().status_code == 503, 15, "word of it")
-        assert f"the {role} has not been heard of for" in health().json()["status"]
-        instance.child(role).resume()
+        for role in ("scheduler", "detokenizer"):
+            wait_until(lambda: health().status_code == 200, 10, "its going on")
+            instance.child(role).suspend()
+            wait_until(lambda: health().status_code == 503, 15, "word of it")
+            assert f"the {role} has not been heard of for" in health().json()["status"]
+            instance.child(role).resume()
         wait_until(lambda: health().status_code == 200, 10, "its going on")

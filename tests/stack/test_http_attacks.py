@@ -4,13 +4,16 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from instances import RunningInstance, wait_until
+from instances import PATIENCE_S, RunningInstance, fair_time, wait_until
+from llmserve.runtime.client import RpcClient
+from llmserve.runtime.messages import ContinueGenerationReqInput, PauseGenerationReqInput
 
 MB = 1 << 20
 VOCABULARY = 1000
@@ -34,7 +37,7 @@ def survives(server: RunningInstance, http: httpx.Client) -> Iterator[None]:
     yield
     assert serves(http)
     assert server.processes() == processes
-    assert memory(processes) - before < 40 * MB
+    wait_until(lambda: memory(processes) - before < 40 * MB, 10, "the memory's return")  # malloc may take its time
     assert "Traceback" not in server.log_text()[log:]
     assert "\x1b" not in server.log_text()
 
@@ -149,23 +152,26 @@ def test_wrong_schemas_and_the_words_of_others_are_refused(
 
 
 def test_a_catastrophic_stop_string_is_no_regex(http: httpx.Client) -> None:
-    began = time.monotonic()
+    began = fair_time()
     body = {"prompt": "a" * 200, "stop": ["(a+)+$", "a" * 200 + "b"], "max_tokens": 16, "logit_bias": {"68": 50}}
     assert http.post("/v1/completions", json=body).status_code == 200
-    assert time.monotonic() - began < 5
+    assert fair_time() - began < 5
 
 
-def test_a_rid_in_use_is_refused_and_its_owner_is_not_disturbed(http: httpx.Client) -> None:
-    sampling = {"max_new_tokens": 500, "ignore_eos": True}
-    body = {"text": "a", "rid": "one", "stream": True, "sampling_params": sampling}
-    with http.stream("POST", "/generate", json=body) as first:
-        events = (json.loads(line.removeprefix("data: ")) for line in first.iter_lines() if line)
-        before = next(events)["meta_info"]["completion_tokens"]
-        assert "in flight" in refused(http, "/generate", "rid", text="b", rid="one")["message"]
-        later = [next(events)["meta_info"] for _ in range(3)][-1]
-        assert later["completion_tokens"] > before
-        assert later["finish_reason"] is None
-    wait_until(lambda: http.post("/generate", json={"text": "b", "rid": "one"}).status_code == 200, 5, "its reuse")
+def test_a_rid_in_use_is_refused_and_its_owner_is_not_disturbed(server: RunningInstance, http: httpx.Client) -> None:
+    """The owner is held by a pause until the other one has been refused."""
+    body = {"text": "a", "rid": "one", "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
+    with RpcClient(server.record["rpc_addresses"][0], PATIENCE_S) as rpc, ThreadPoolExecutor() as pool:
+        rpc.call(PauseGenerationReqInput(mode="retract"))
+        try:
+            first = pool.submit(http.post, "/generate", json=body)
+            wait_until(lambda: server.requests() == 1, PATIENCE_S, "the owner's arrival")
+            assert "in flight" in refused(http, "/generate", "rid", text="b", rid="one")["message"]
+        finally:
+            rpc.call(ContinueGenerationReqInput())
+        meta = first.result(PATIENCE_S).json()["meta_info"]
+    assert (meta["finish_reason"]["type"], meta["completion_tokens"]) == ("length", 50)
+    assert http.post("/generate", json={"text": "b", "rid": "one"}).status_code == 200, "it is free again"
 
 
 @pytest.mark.parametrize("rid", ["\x1b[2J\x1b[1;1H", "\r\nInjected: yes", "a\x00b", "\x9b31m", "‮evil"])
@@ -183,7 +189,7 @@ def test_control_characters_in_paths_and_models_and_users(http: httpx.Client) ->
 
 def raw(server: RunningInstance, *pieces: bytes) -> bytes:
     """What the server says to these bytes. It may hang up before it has read them all."""
-    with socket.create_connection(("127.0.0.1", server.record["port"]), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.record["port"]), timeout=PATIENCE_S) as connection:
         try:
             for piece in pieces:
                 connection.sendall(piece)
@@ -258,11 +264,11 @@ def test_bodies_that_are_hardly_json(http: httpx.Client, content: bytes) -> None
 
 
 def test_a_huge_prompt_is_refused_before_it_is_tokenized(http: httpx.Client) -> None:
-    began = time.monotonic()
+    began = fair_time()
     refused(http, "/v1/completions", "prompt", prompt="a b " * 5_000_000)
     refused(http, "/tokenize", "prompt", prompt="a b " * 5_000_000)
     refused(http, "/v1/completions", "prompt", prompt="a b " * 5_000_000, echo=True)
-    assert time.monotonic() - began < 6
+    assert fair_time() - began < 6
 
 
 def test_a_client_that_never_reads_stalls_nobody(server: RunningInstance, http: httpx.Client) -> None:

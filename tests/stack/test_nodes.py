@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from instances import LLMSERVE, RunningInstance, assert_gone, environment_for, run_cli, wait_until
+from instances import LLMSERVE, PATIENCE_S, RunningInstance, assert_gone, environment_for, run_cli, wait_until
 
 PORT = 29400
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -79,7 +79,7 @@ def complete(namespace: str, instance: RunningInstance) -> str:
         ["ip", "netns", "exec", namespace, *curl],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=PATIENCE_S,
         check=True,
     )
     return str(json.loads(done.stdout)["choices"][0]["text"])
@@ -92,12 +92,12 @@ def test_a_model_over_two_nodes_serves_until_one_dies(
         pytest.skip("there is no curl to ask a node from inside")
     first, second = (launch(own_root, node, rank, tiny_model) for rank, node in enumerate(nodes))
     try:
-        first.wait_ready(40)
-        second.wait_ready(5)
+        first.wait_ready()
+        second.wait_ready()
         alone = httpx.post(
             f"{server.url}/v1/completions",
             json={"prompt": "Once", "max_tokens": 8, "temperature": 0, "ignore_eos": True},
-            timeout=20,
+            timeout=PATIENCE_S,
         )
         assert complete(nodes[0], first) == alone.json()["choices"][0]["text"]
         (replica,) = json.loads(run_cli(own_root, "status", "--instance", "node0", "--json").stdout)["replicas"]
@@ -133,8 +133,8 @@ def test_the_other_node_knows_whether_the_first_was_stopped(
 ) -> None:
     first, second = (launch(own_root, node, rank, tiny_model) for rank, node in enumerate(nodes))
     try:
-        first.wait_ready(40)
-        second.wait_ready(5)
+        first.wait_ready()
+        second.wait_ready()
         processes = [*first.processes(), *second.processes()]
         first.process.send_signal(how)
         assert second.wait_ended(5) == code
@@ -152,9 +152,11 @@ def test_the_other_node_knows_that_the_first_was_stopped_while_loading(
     four = ("--tp-size", "4")
     first, second = (launch(own_root, node, rank, tiny_model, *four) for rank, node in enumerate(nodes))
     try:
-        wait_until(lambda: len(psutil.Process(second.process.pid).children()) == 2, 20, "the start of its ranks")
+        wait_until(
+            lambda: len(psutil.Process(second.process.pid).children()) == 2, PATIENCE_S, "the start of its ranks"
+        )
         second.child("scheduler-dp0-pp0-tp3").suspend()
-        wait_until(lambda: connections(nodes[1]) >= 2, 20, "that the other rank has found the first one's")
+        wait_until(lambda: connections(nodes[1]) >= 2, PATIENCE_S, "that the other rank has found the first one's")
         processes = [*first.processes(), *second.processes()]
         first.process.terminate()
         assert second.wait_ended(5) == 0
@@ -195,6 +197,6 @@ def test_nodes_that_differ_do_not_serve(nodes: tuple[str, str], own_root: Path, 
     first = launch(own_root, nodes[0], 0, tiny_model)
     second = launch(own_root, nodes[1], 1, tiny_model, "--page-size", "32")
     for instance in (first, second):
-        assert instance.wait_ended(40) == 78
+        assert instance.wait_ended(PATIENCE_S) == 78
         assert "the nodes differ" in instance.log_text().splitlines()[-1]
-    wait_until(lambda: not first.directory.exists(), 2, "the end of the directory")
+    wait_until(lambda: not first.directory.exists(), 5, "the end of the directory")

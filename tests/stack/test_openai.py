@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from instances import RunningInstance
+from instances import PATIENCE_S, RunningInstance
 
 MODEL = "tiny-llama"
 CHAT: list[ChatCompletionMessageParam] = [
@@ -20,7 +20,7 @@ CHAT: list[ChatCompletionMessageParam] = [
 
 @pytest.fixture(scope="module")
 def client(server: RunningInstance) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 

@@ -18,7 +18,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_tiny
-from instances import LLMSERVE, RunningInstance, environment_for, fair, launched, wait_until
+from instances import (
+    FOREVER,
+    LLMSERVE,
+    PATIENCE_S,
+    RunningInstance,
+    environment_for,
+    fair_time,
+    launched,
+    wait_until,
+)
 from llmserve.cli.top.source import Item, Live
 from llmserve.runtime.client import RpcCallError, RpcClient
 from llmserve.runtime.instance import find_instance
@@ -45,8 +54,6 @@ from llmserve.runtime.messages import (
 from llmserve.runtime.ports import ipc_address
 from llmserve.runtime.wire import Dealer, Pull, decode, encode
 
-PATIENCE_S = 30.0
-"""Steps are slow on a machine that has other work."""
 PROMPT = "Once upon a time there was a server that served"
 
 
@@ -65,7 +72,7 @@ class Operated:
         body = {"rid": rid, "text": text, "sampling_params": params, **fields}
         return self._threads.submit(self._http.post, "/generate", json=body)
 
-    def start(self, *rids: str, tokens: int = 14_000) -> "dict[str, Future[httpx.Response]]":
+    def start(self, *rids: str, tokens: int = FOREVER) -> "dict[str, Future[httpx.Response]]":
         """Long requests, all under way when it returns."""
         answers = {rid: self.generate(rid, tokens, f"{rid} {PROMPT}") for rid in rids}
         wait_until(lambda: set(rids) <= self.running(), PATIENCE_S, "the requests to run")
@@ -112,7 +119,7 @@ def finish(answer: "Future[httpx.Response]") -> str:
 
 @pytest.fixture(scope="module")
 def instance(runtime_root: Path, long_model: Path) -> Iterator[RunningInstance]:
-    options = ("--max-running-requests", "4", "--max-total-tokens", "65536")
+    options = ("--max-running-requests", "4", "--max-total-tokens", str(1 << 18))
     with launched(runtime_root, "operated", str(long_model), *options) as instance:
         yield instance
 
@@ -341,7 +348,9 @@ def test_a_killed_update_leaves_the_old_weights_or_the_new_ones(
             command = [LLMSERVE, "update-weights", str(other), "--instance", "operated"]
             client = subprocess.Popen(command, env=environment_for(operated.instance.root), stdout=subprocess.DEVNULL)
             wait_until(
-                lambda client=client: client.poll() is not None or "update" in operated.flush_refusal(), 30, "a call"
+                lambda client=client: client.poll() is not None or "update" in operated.flush_refusal(),
+                PATIENCE_S,
+                "a call",
             )
             time.sleep(delay)
             client.send_signal(signal.SIGKILL)
@@ -364,17 +373,17 @@ def ping_s(operated: Operated) -> float:
     times = []
     for _ in range(50):
         time.sleep(0.02)
-        began = time.perf_counter()
+        began = fair_time()
         operated.rpc.call(PingReqInput())
-        times.append(time.perf_counter() - began)
+        times.append(fair_time() - began)
     return statistics.median(times)
 
 
 def test_a_ping_takes_under_a_millisecond_and_under_a_step_in_load(operated: Operated) -> None:
-    assert ping_s(operated) < fair(0.001)
+    assert ping_s(operated) < 0.001
     operated.start("a", "b", "c", "d")
     step_s = 1 / steps_per_second(operated, 0.5)
-    assert ping_s(operated) < fair(step_s + 0.001)
+    assert ping_s(operated) < step_s + 0.001
 
 
 # ---- clients that ask too much, or do not listen -------------------------------------------------------------------
@@ -452,11 +461,13 @@ def test_a_client_that_never_reads_takes_no_memory_and_no_time(operated: Operate
     envelope = RpcEnvelope(protocol=PROTOCOL_VERSION, call_id="deaf", timeout_s=10.0, body=encode(GetStatusReqInput()))
     before = scheduler.memory_info().rss
     sent = 0
-    ends_at = time.monotonic() + 5
-    while sent < 1500 and time.monotonic() < ends_at:
-        sent += dealer.send(envelope)
-        time.sleep(0.001)
-    assert sent > 300
+
+    def all_sent() -> bool:
+        nonlocal sent
+        sent += sum(dealer.send(envelope) for _ in range(20))
+        return sent >= 400
+
+    wait_until(all_sent, PATIENCE_S, "the calls' turn")
     assert operated.text()
     assert operated.rpc.call(PingReqInput()).state == "ready"
     assert scheduler.memory_info().rss - before < 30 << 20

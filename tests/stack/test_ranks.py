@@ -17,7 +17,16 @@ import pytest
 from loads import OpenRequest, load
 
 from checkpoints import make_tiny
-from instances import FOREVER, RunningInstance, assert_gone, launched, run_cli, start, wait_until
+from instances import (
+    FOREVER,
+    PATIENCE_S,
+    RunningInstance,
+    assert_gone,
+    launched,
+    run_cli,
+    start,
+    wait_until,
+)
 from llmserve.runtime.client import RpcCallError, RpcClient
 from llmserve.runtime.messages import (
     AbortReqInput,
@@ -44,7 +53,7 @@ def ranks_of(instance: RunningInstance) -> list[dict[str, Any]]:
 
 def answer(instance: RunningInstance, prompt: str, **options: Any) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **options}
-    response = httpx.post(f"{instance.url}/v1/completions", json=body, timeout=30)
+    response = httpx.post(f"{instance.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert response.status_code == 200, response.text
     return dict(response.json())
 
@@ -85,7 +94,7 @@ def test_a_grammar_is_followed_on_all_ranks(split: RunningInstance, replicated: 
 
 def test_each_stage_has_a_batch_under_way(split: RunningInstance) -> None:
     """Two batches that take turns, each with half of the choices: a token of all takes two steps, not one."""
-    with RpcClient(f"ipc://{split.directory}/rpc.sock", timeout_s=20) as rpc:
+    with RpcClient(f"ipc://{split.directory}/rpc.sock", timeout_s=PATIENCE_S) as rpc:
         before = rpc.call(PingReqInput()).step
         answer(split, "Once", n=8, max_tokens=200, temperature=1)
         assert 360 <= rpc.call(PingReqInput()).step - before <= 440
@@ -93,7 +102,7 @@ def test_each_stage_has_a_batch_under_way(split: RunningInstance) -> None:
 
 def test_every_rank_is_shown_with_its_share(split: RunningInstance, long_model: Path) -> None:
     text(split, "Once upon a time")
-    wait_until(lambda: len(ranks_of(split)) == 4, 5, "the report of each rank")
+    wait_until(lambda: len(ranks_of(split)) == 4, PATIENCE_S, "the report of each rank")
     ranks = ranks_of(split)
     assert [(rank["pp_rank"], rank["tp_rank"]) for rank in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     children = {child.pid for child in psutil.Process(split.process.pid).children()}
@@ -111,11 +120,9 @@ def test_every_rank_is_shown_with_its_share(split: RunningInstance, long_model: 
 def test_what_ranks_say_to_each_other_is_counted(split: RunningInstance) -> None:
     """The tiny llama has three layers of width 64: a token is reduced twice a layer and once embedded."""
     answer(split, "Once upon a time", max_tokens=1)
-    time.sleep(1.2)  # a report is a second old at most
-    before = ranks_of(split)
+    before = ranks_of_one_step(split)
     usage = answer(split, "Another beginning", max_tokens=9)["usage"]
-    time.sleep(1.2)
-    after = ranks_of(split)
+    after = ranks_of_one_step(split)
     steps, tokens = 9, usage["prompt_tokens"] + 8
 
     def grown(rank: int, operation: str, what: str) -> int:
@@ -136,6 +143,19 @@ def test_what_ranks_say_to_each_other_is_counted(split: RunningInstance) -> None
     assert 'llmserve_collective_bytes_total{dp_rank="0",operation="send",pp_rank="0",tp_rank="1"}' in metrics
 
 
+def ranks_of_one_step(instance: RunningInstance) -> list[dict[str, Any]]:
+    """Waits until the ranks, whose reports may be a second old, speak of the same step."""
+    ranks: list[dict[str, Any]] = []
+
+    def are_of_one_step() -> bool:
+        ranks[:] = ranks_of(instance)
+        a, b, c, d = (rank["collectives"]["all_reduce"]["calls"] for rank in ranks)
+        return a == b and c == d and any(a * 2 * (3 - first) == c * (1 + 2 * first) for first in (1, 2))
+
+    wait_until(are_of_one_step, PATIENCE_S, "the reports")
+    return ranks
+
+
 def test_operators_do_on_four_ranks_what_they_do_on_one(
     split: RunningInstance, other_weights: Path, long_model: Path
 ) -> None:
@@ -145,15 +165,16 @@ def test_operators_do_on_four_ranks_what_they_do_on_one(
         assert len(listed) == 2
         assert cli_json(split, "abort", listed[0]["rid"])["aborted"] == [listed[0]["rid"]]
         cli_json(split, "pause")
-        count = len(requests[0].events)
-        time.sleep(0.3)
-        assert len(requests[0].events) - count <= 1, "it is paused"
+        with RpcClient(split.record["rpc_addresses"][0], PATIENCE_S) as rpc:
+            step = rpc.call(PingReqInput()).step
+            time.sleep(0.3)
+            assert rpc.call(PingReqInput()).step == step, "it is paused"
         cli_json(split, "resume")
         (updated,) = cli_json(split, "update-weights", str(other_weights))
         assert updated["new_version"] == updated["old_version"] + 1
         cli_json(split, "abort", "--all", "--yes")
         for request in requests:
-            request.wait(10)
+            request.wait(PATIENCE_S)
     assert text(split, "Tell me") != before
     assert cli_json(split, "flush-cache")["pages_freed"] > 0
     cli_json(split, "update-weights", str(long_model))
@@ -197,7 +218,7 @@ def test_operators_see_and_steer_while_a_rank_hangs(split: RunningInstance, name
             hangs.resume()
         assert first not in rpc.call(AbortReqInput(everything=True)).aborted
         for request in requests:
-            request.wait(10)
+            request.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("kind", ["split", "replicated"])
@@ -271,11 +292,13 @@ def test_an_update_reaches_all_replicas_or_none(
         assert refused.returncode != 0
     finally:
         second.resume()
-    wait_until(lambda: [r["state"] for r in cli_json(replicated, "status")["replicas"]] == ["ready"] * 2, 10, "ready")
+    wait_until(
+        lambda: [r["state"] for r in cli_json(replicated, "status")["replicas"]] == ["ready"] * 2, PATIENCE_S, "ready"
+    )
     assert [r["weight_version"] for r in cli_json(replicated, "status")["replicas"]] == [version, version]
     assert [text(replicated, prompt) for prompt in both] == updated
     over_http = httpx.post(
-        f"{replicated.url}/update_weights_from_disk", json={"model_path": str(long_model)}, timeout=30
+        f"{replicated.url}/update_weights_from_disk", json={"model_path": str(long_model)}, timeout=PATIENCE_S
     )
     assert over_http.status_code == 200, over_http.text
     numbered = [(each["replica"], each["new_version"]) for each in over_http.json()["replicas"]]
@@ -300,7 +323,7 @@ def test_operators_reach_all_replicas(replicated: RunningInstance) -> None:
         assert sorted(aborted["replicas"]) == aborted["aborted"]
         assert aborted["replicas"] == {each["rid"]: each["replica"] for each in listed}
         for request in requests:
-            request.wait(10)
+            request.wait(PATIENCE_S)
     assert run_cli(replicated.root, "abort", "nobody", "--instance", replicated.name).returncode == 3
     flushed = cli_json(replicated, "flush-cache")
     assert [each["replica"] for each in flushed["replicas"]] == [0, 1]
@@ -319,7 +342,7 @@ def test_what_a_replica_refuses_is_told_of_it_alone(replicated: RunningInstance)
         busy, idle = (loads.index(count) for count in (2, 1))
         (alone,) = (each["rid"] for each in cli_json(replicated, "requests") if each["replica"] == idle)
         cli_json(replicated, "abort", alone)
-        over_http = httpx.post(f"{replicated.url}/flush_cache", timeout=10)
+        over_http = httpx.post(f"{replicated.url}/flush_cache", timeout=PATIENCE_S)
         assert over_http.status_code == 409
         message = over_http.json()["error"]["message"]
         assert message.startswith(f"replica {busy}: 2 running")
@@ -341,16 +364,14 @@ def test_a_killed_rank_ends_the_instance(own_root: Path, long_model: Path, name:
         processes = instance.processes()
         requests = [OpenRequest(instance, FOREVER, stream=True)] if busy else []
         for request in requests:
-            wait_until(lambda request=request: len(request.events) > 3, 10, "some events")  # type: ignore[misc]
-        killed = time.monotonic()
+            wait_until(lambda request=request: len(request.events) > 3, PATIENCE_S, "some events")  # type: ignore[misc]
         rank_process(instance, name).kill()
         for request in requests:
             request.wait(2)
             assert request.error is not None
             assert name in request.error["message"]
         assert instance.wait_ended(5) == 1
-        assert time.monotonic() - killed < 5
-        assert_gone(processes, 1)
+        assert_gone(processes)
         assert name in instance.log_text().splitlines()[-1]
 
 
@@ -358,13 +379,13 @@ def test_a_killed_rank_ends_the_instance(own_root: Path, long_model: Path, name:
 def test_a_rank_killed_while_loading_ends_the_launch(own_root: Path, long_model: Path, rank: int) -> None:
     """Line 16."""
     instance = start(own_root, "one", str(long_model), "--tp-size", "2", *RANKS)
-    wait_until(lambda: len(psutil.Process(instance.process.pid).children()) == 3, 10, "the children's start")
+    wait_until(lambda: len(psutil.Process(instance.process.pid).children()) == 3, PATIENCE_S, "the children's start")
     processes = instance.processes()
     rank_process(instance, f"scheduler-dp0-pp0-tp{1 - rank}").suspend()  # so that they are still loading
     rank_process(instance, f"scheduler-dp0-pp0-tp{rank}").send_signal(signal.SIGKILL)
     assert instance.wait_ended(5) == 1
     assert f"scheduler-dp0-pp0-tp{rank}" in instance.log_text().splitlines()[-1]
-    assert_gone(processes, 1)
+    assert_gone(processes)
 
 
 def test_a_dead_replica_takes_only_its_own_requests(own_root: Path, long_model: Path) -> None:
@@ -372,7 +393,7 @@ def test_a_dead_replica_takes_only_its_own_requests(own_root: Path, long_model: 
     with launched(own_root, "twins", *options) as instance, load(instance, FOREVER) as requests:
         processes = instance.processes()
         rank_process(instance, "scheduler-dp1-pp0-tp0").kill()
-        wait_until(lambda: sum(not request.going for request in requests) == 2, 3, "the end of its requests")
+        wait_until(lambda: sum(not request.going for request in requests) == 2, 5, "the end of its requests")
         lost = [request for request in requests if not request.going]
         assert all("scheduler-dp1" in request.error["message"] for request in lost if request.error)
         assert all(request.error is not None for request in lost)
@@ -383,9 +404,11 @@ def test_a_dead_replica_takes_only_its_own_requests(own_root: Path, long_model: 
         assert (shown["state"], shown["running"], shown["lost_replicas"]) == ("degraded", 2, [1])
         seen = cli_json(instance, "top", "--once")
         assert (seen["state"], seen["reason"]) == ("degraded", "replica 1 is lost")
+        health = httpx.get(f"{instance.url}/health")
+        assert (health.status_code, health.json()) == (200, {"status": "degraded: replica 1 is lost"})
         rank_process(instance, "scheduler-dp0-pp0-tp0").kill()
         assert instance.wait_ended(5) == 1
-        assert_gone(processes, 1)
+        assert_gone(processes)
 
 
 def test_a_rank_killed_during_an_update_leaves_the_old_weights_on_the_others(
@@ -397,12 +420,12 @@ def test_a_rank_killed_during_an_update_leaves_the_old_weights_on_the_others(
         rank = rank_process(instance, "scheduler-dp1-pp0-tp1")
         rank.suspend()  # so that its replica is still reading when the other one waits for the word
         with ThreadPoolExecutor() as threads:
-            arguments = ("update-weights", str(other_weights), "--instance", "twins", "--timeout", "20")
+            arguments = ("update-weights", str(other_weights), "--instance", "twins", "--timeout", str(PATIENCE_S))
             updating = threads.submit(run_cli, own_root, *arguments)
-            wait_until(lambda: "paused" in states(instance), 20, "that one replica has prepared itself")
+            wait_until(lambda: "paused" in states(instance), PATIENCE_S, "that one replica has prepared itself")
             rank.kill()
-            assert updating.result(20).returncode != 0
-        wait_until(lambda: states(instance) == ["ready"], 5, "the replica that is left")
+            assert updating.result(PATIENCE_S).returncode != 0
+        wait_until(lambda: states(instance) == ["ready"], PATIENCE_S, "the replica that is left")
         (left,) = cli_json(instance, "status")["replicas"]
         assert left["weight_version"] == 1
         assert text(instance, "Tell me") == before
@@ -432,9 +455,9 @@ def test_two_launches_at_once_never_meet(own_root: Path, long_model: Path) -> No
     port = str(free_port())
     instances = [start(own_root, name, *options, "--nccl-port", port) for name in ("one", "two")]
     try:
-        wait_until(lambda: any(each.process.poll() is not None for each in instances), 30, "the end of one")
+        wait_until(lambda: any(each.process.poll() is not None for each in instances), PATIENCE_S, "the end of one")
         refused, other = sorted(instances, key=lambda each: each.process.poll() is None)
-        assert refused.wait_ended(1) == 78
+        assert refused.wait_ended(5) == 78
         assert re.search(
             f"[ :]{port}: Address already in use; choose another port", refused.log_text().splitlines()[-1]
         )
@@ -458,7 +481,13 @@ def test_a_rank_that_stands_still_ends_its_replica_alone(own_root: Path, long_mo
         wait_until(lambda: sum(not request.going for request in requests) == 2, 8, "the end of its requests")
         assert time.monotonic() - stopped >= 2
         lost = [request.error for request in requests if not request.going]
-        assert all(error is not None and "scheduler-dp1-pp0-tp0" in error["message"] for error in lost)
+        for error in lost:
+            assert error is not None
+            assert re.search(
+                r"the scheduler-dp1-pp0-tp0 \(pid \d+\) made no step for 2 s "
+                r"\(the scheduler-dp1-pp0-tp1 \(pid \d+\) is stopped\)",
+                error["message"],
+            )
         assert text(instance, "Still here")
 
 

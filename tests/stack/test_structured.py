@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessageParam
 
-from instances import RunningInstance
+from instances import PATIENCE_S, RunningInstance
 from llmserve import Engine, RequestError
 
 MODEL = "tiny-llama"
@@ -36,13 +36,13 @@ class Person(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def http(server: RunningInstance) -> Iterator[httpx.Client]:
-    with server.client(timeout=60) as client:
+    with server.client(timeout=PATIENCE_S) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def client(server: RunningInstance) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 

@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolUnionParam
 
 from checkpoints import CHAT_TEMPLATE, make_tiny
-from instances import RunningInstance, launched
+from instances import PATIENCE_S, RunningInstance, launched
 
 CHAT: list[ChatCompletionMessageParam] = [{"role": "user", "content": "How is the weather in Oslo?"}]
 SCHEMA = {
@@ -46,7 +46,7 @@ def client(
 
 
 def connected(instance: RunningInstance) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{instance.url}/v1", api_key="none", max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{instance.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 def check(calls: Any, names: set[str]) -> None:
