@@ -20,7 +20,29 @@ from llmserve.cli.commands import COMMANDS
 from llmserve.cli.common import ExitCode, console_of, exit_code_of
 from llmserve.cli.console import Console
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 CONTEXT_SETTINGS = {"help_option_names": ["--help", "-h"]}
+
+
+def discard_output() -> None:
+    """Python would complain at exit about what is left to be written."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(nowhere, stream.fileno())
+
+
+def status_behind(error: BaseException) -> int:
+    """The exit status of the error that was being told when `error` came; 0 if none was."""
+    told = error.__context__
+    while told is not None:
+        code = getattr(told, "exit_code", None)
+        if isinstance(code, int):
+            return code
+        told = told.__context__
+    return 0
 
 
 def without_type(parameters: list[Any]) -> list[Any]:
@@ -71,6 +93,23 @@ class LazyGroup(TyperGroup):
         )(function)
         self.commands[name] = typer.main.get_command(single)
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Runs the program. Output that cannot be written, --help and --version included, is no bug of ours."""
+        try:
+            return super().main(*args, **extra)
+        except SystemExit as end:
+            # Typer and Rich end like that when a reader has what it wanted (`llmserve ps | head -1`).
+            if not isinstance(end.__context__, BrokenPipeError):
+                raise
+            discard_output()
+            raise SystemExit(status_behind(end)) from None
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            discard_output()
+            (extra.get("obj") or Console.system()).error(f"cannot write: {error.strerror}")
+            raise SystemExit(status_behind(error) or ExitCode.FAILED) from None
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args:
             self.load(args[0])
@@ -80,15 +119,6 @@ class LazyGroup(TyperGroup):
         """Runs the command; prints errors that are meant for the user, and exits with their status."""
         try:
             return super().invoke(ctx)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.ENOSPC):
-                raise
-            # Python would complain about what is left when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if error.errno == errno.EPIPE:  # the reader has what it wanted (`llmserve ps | head -1`)
-                raise typer.Exit(0) from None
-            console_of(ctx).error(f"cannot write: {error.strerror}")
-            raise typer.Exit(ExitCode.FAILED) from None
         except typer.BadParameter as error:
             from llmserve.cli.sources import bad_variable
 
@@ -134,10 +164,13 @@ def root(
 
 def main() -> None:
     """The console script."""
-    gc.freeze()  # what is imported stays: to look through it again and again, and at exit, is a twentieth of a command
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # what the terminal has no character for is no failure
+    gc.freeze()  # modules are never collected, and scanning them, also at exit, takes 5% of a command
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed (`llmserve ps >&-`)
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # characters that the terminal cannot encode are no error
     if os.environ.get("NO_COLOR"):
         os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # Rich alone would still write bold
     app(prog_name="llmserve", obj=Console.system())

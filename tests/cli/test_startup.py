@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_instance import FakeInstance, fresh_registry, request_info
@@ -132,16 +133,42 @@ def test_version_is_that_of_the_package() -> None:
     assert run.stdout == "llmserve 0.1.0\n"
 
 
-@pytest.mark.parametrize("arguments", [["config"], ["config", "--json"]])
+OUTPUT = pytest.mark.parametrize("arguments", [["config", "--json"], ["--version"], ["ps", "--help"]])
+
+
+def ended(arguments: list[str], **streams: Any) -> tuple[int, str]:
+    """The exit status of a command, and what it wrote to stderr."""
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, **streams}
+    done = subprocess.run([sys.executable, "-c", LLMSERVE, *arguments], text=True, **streams)
+    return done.returncode, done.stderr or ""
+
+
+@OUTPUT
 def test_a_full_disk_is_said_in_one_line(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", LLMSERVE, *arguments], stdout=full, stderr=-1, text=True)
-    assert (done.returncode, done.stderr) == (1, "llmserve: cannot write: No space left on device\n")
+        assert ended(arguments, stdout=full) == (1, "llmserve: cannot write: No space left on device\n")
 
 
-def test_a_reader_that_has_enough_is_no_failure() -> None:
+@OUTPUT
+def test_a_reader_that_has_enough_is_no_failure(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
-        done = subprocess.run([sys.executable, "-c", LLMSERVE, "config"], stdout=pipe, stderr=-1, text=True)
+        assert ended(arguments, stdout=pipe) == (0, "")
+
+
+def test_an_output_that_is_closed_is_no_failure() -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", sys.executable, "-c", LLMSERVE, "config", "--json"], stderr=-1, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["ping", "-i", "nobody"], 3), (["ps", "--nonsense"], 2)])
+def test_an_error_that_cannot_be_told_keeps_its_exit_status(arguments: list[str], status: int) -> None:
+    with open("/dev/full", "w") as full:
+        assert ended(arguments, stderr=full) == (status, "")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        assert ended(arguments, stderr=pipe) == (status, "")
