@@ -15,14 +15,8 @@ import typer
 from llmserve.cli import format
 from llmserve.cli.common import ExitCode, JsonOption, TimeoutOption, console_of
 from llmserve.cli.console import Console
-from llmserve.runtime.instance import (
-    CHILD_MODULE,
-    InstanceError,
-    InstanceRecord,
-    list_instances,
-    runtime_root,
-    sweep_stale,
-)
+from llmserve.runtime.instance import InstanceError, InstanceRecord, list_instances, runtime_root, sweep_stale
+from llmserve.runtime.proc import CHILD_MODULE
 
 if TYPE_CHECKING:
     from llmserve.runtime.client import RpcCallError

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from llmserve.runtime.child import CONFIG_EXIT_CODE, DISMISSAL, STACKS_SIGNAL, ChildInit, Failed, Ready, Status
+from llmserve.runtime.proc import CHILD_MODULE
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class ChildProcess:
         inherited = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         self._popen = subprocess.Popen(
             # -P: files in the working directory must not shadow libraries.
-            [sys.executable, "-P", "-m", "llmserve.runtime.child", role, module, instance],
+            [sys.executable, "-P", "-m", CHILD_MODULE, role, module, instance],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**inherited, **environment},

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from llmserve.runtime.instance import is_stopped
+from llmserve.runtime.proc import is_stopped
 from llmserve.runtime.processes import ChildProcess
 
 TICKS = 10

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import psutil
 
-from llmserve.runtime.instance import child_role
 from llmserve.runtime.messages import GetLoadReqOutput, ProcessInfo, RequestInfo, SchedulerMetrics
+from llmserve.runtime.proc import child_role
 from llmserve.runtime.scheduler.request import Request
 from llmserve.runtime.usage import Meter
 

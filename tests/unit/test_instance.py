@@ -19,10 +19,10 @@ from llmserve.runtime.instance import (
     acquire,
     find_instance,
     list_instances,
-    process_start_time,
     runtime_root,
     sweep_stale,
 )
+from llmserve.runtime.proc import process_start_time
 
 
 @pytest.fixture(autouse=True)
