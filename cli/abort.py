@@ -29,10 +29,10 @@ def complete_rid(ctx: typer.Context, incomplete: str) -> list[str]:
 
     try:
         with Remote.find(ctx.params.get("instance"), 1.0) as remote:
-            answers = remote.each(ListRequestsReqInput())
+            answers = remote.some(ListRequestsReqInput())
     except (InstanceError, RpcCallError):
         return []
-    rids = dict.fromkeys(info.rid for answer in answers for info in answer.requests)
+    rids = dict.fromkeys(info.rid for answer in answers.values() for info in answer.requests)
     return [rid for rid in rids if rid.startswith(incomplete) and SAFE_RID.fullmatch(rid)]
 
 
@@ -79,7 +79,7 @@ def abort(
     with Remote.find(instance, timeout) as remote:
 
         def count() -> int:
-            found = [info for answer in remote.each(ListRequestsReqInput()) for info in answer.requests]
+            found = [info for answer in remote.some(ListRequestsReqInput()).values() for info in answer.requests]
             chosen = {
                 info.rid
                 for info in found
@@ -92,10 +92,10 @@ def abort(
         if not rids:
             confirm(console, count, f' of "{remote.record.name}"', yes)
         request = AbortReqInput(rids=tuple(rids or ()), prefix=prefix, older_than_s=older_than, everything=everything)
-        answers = remote.each(request)
-    places = {rid: n for n, answer in zip(remote.replicas, answers, strict=True) for rid in answer.aborted}
+        answers = remote.some(request)
+    places = {rid: replica for replica, answer in answers.items() for rid in answer.aborted}
     aborted = sorted(places)
-    missing = [rid for rid in dict.fromkeys(rids or ()) if all(rid in answer.not_found for answer in answers)]
+    missing = [rid for rid in dict.fromkeys(rids or ()) if all(rid in answer.not_found for answer in answers.values())]
     if json:
         console.json({"aborted": aborted, "not_found": missing, "replicas": places})
     else:
@@ -105,5 +105,6 @@ def abort(
             console.table(("RID", "RESULT"), rows)
         else:
             console.print("no request to abort")
+    answers.check()
     if missing:
         raise typer.Exit(ExitCode.NOT_FOUND)

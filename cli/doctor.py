@@ -94,12 +94,12 @@ def examine(fix: bool, port: int, timeout_s: float) -> Iterator[Finding]:
     running = {}
     for record in alive:
         yield from lost(record)
-        answers = ask(record, timeout_s)
-        if isinstance(answers, list):
+        answers, failure = ask(record, timeout_s)
+        if answers:
             running[record.name] = answers
             yield pool(record.name, answers)
-        else:
-            yield Finding("scheduler", "bad", f'"{record.name}" ({record.state}): {answers}')
+        if failure is not None:
+            yield Finding("scheduler", "bad", f'"{record.name}" ({record.state}): {failure}')
     yield threads(running)
 
 
@@ -223,17 +223,18 @@ def memory() -> Finding:
     return Finding("memory", "ok", detail)
 
 
-def ask(record: InstanceRecord, timeout_s: float) -> "list[GetStatusReqOutput] | RpcCallError":
-    """The status of each replica of an instance, or the error of the call."""
+def ask(record: InstanceRecord, timeout_s: float) -> "tuple[list[GetStatusReqOutput], RpcCallError | None]":
+    """The status of the replicas that answer, and the error of the others."""
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.client import RpcCallError
     from llmserve.runtime.messages import GetStatusReqInput
 
     try:
         with Remote(record, timeout_s) as remote:
-            return remote.each(GetStatusReqInput())
+            answers = remote.some(GetStatusReqInput())
+            return list(answers.values()), answers.failure
     except RpcCallError as error:
-        return error
+        return [], error
 
 
 def lost(record: InstanceRecord) -> Iterator[Finding]:

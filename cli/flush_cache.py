@@ -32,8 +32,6 @@ def flush_cache(
 
     It is refused while requests run (exit status 75), unless --wait or --abort is given.
     """
-    from msgspec import structs
-
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.messages import FlushCacheReqInput
 
@@ -43,18 +41,17 @@ def flush_cache(
     with Remote.find(instance, timeout + wait) as remote:
         if abort:
             confirm(console, remote.open_requests, f' of "{remote.record.name}" and flush its cache', yes)
-        answers = remote.each(FlushCacheReqInput(wait_s=wait, abort=abort))
+        answers = remote.some(FlushCacheReqInput(wait_s=wait, abort=abort))
     if json:
-        replicas = [
-            {"replica": replica, **structs.asdict(answer)}
-            for replica, answer in zip(remote.replicas, answers, strict=True)
-        ]
-        pages = sum(answer.pages_freed for answer in answers)
-        freed = sum(answer.bytes_freed for answer in answers)
-        aborted = [rid for answer in answers for rid in answer.aborted]
+        pages, freed = (
+            sum(getattr(each, name) for each in answers.values()) for name in ("pages_freed", "bytes_freed")
+        )
+        aborted = [rid for answer in answers.values() for rid in answer.aborted]
+        replicas = answers.as_json()
         console.json({"pages_freed": pages, "bytes_freed": freed, "aborted": aborted, "replicas": replicas})
-        return
-    for replica, answer in zip(remote.replicas, answers, strict=True):
-        ended = f", {format.plural(len(answer.aborted), 'request')} aborted" if answer.aborted else ""
-        flushed = f"{format.plural(answer.pages_freed, 'page')} ({format.size(answer.bytes_freed)})"
-        console.print(f"{remote.label(replica)}flushed {flushed}{ended}")
+    else:
+        for replica, answer in answers.items():
+            ended = f", {format.plural(len(answer.aborted), 'request')} aborted" if answer.aborted else ""
+            flushed = f"{format.plural(answer.pages_freed, 'page')} ({format.size(answer.bytes_freed)})"
+            console.print(f"{remote.label(replica)}flushed {flushed}{ended}")
+    answers.check()

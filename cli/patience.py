@@ -36,8 +36,7 @@ class Patience:
             seen = self._events
 
     def _paused(self) -> bool:
-        load = ask_load(self._record, SILENCE_S)
-        return load is not None and load.state == "paused" and not self._over.is_set()
+        return ask_load(self._record, SILENCE_S).state == "paused" and not self._over.is_set()
 
     def __enter__(self) -> "Patience":
         self._thread.start()

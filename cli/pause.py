@@ -56,14 +56,18 @@ def pause(
     with Remote.find(instance, timeout) as remote:
         if mode == "abort":
             confirm(console, remote.open_requests, f' of "{remote.record.name}" and pause it', yes)
-        answers = remote.each(PauseGenerationReqInput(mode=mode))
-    retracted = sum(answer.retracted for answer in answers)
-    aborted = sum(answer.aborted for answer in answers)
+        answers = remote.some(PauseGenerationReqInput(mode=mode))
     if json:
-        console.json({"retracted": retracted, "aborted": aborted})
-        return
-    parts = [f"{count} {word}" for count, word in ((retracted, "retracted"), (aborted, "aborted")) if count]
-    console.print(", ".join(["paused", *parts]))
+        retracted, aborted = (
+            sum(getattr(each, name) for each in answers.values()) for name in ("retracted", "aborted")
+        )
+        console.json({"retracted": retracted, "aborted": aborted, "replicas": answers.as_json()})
+    else:
+        for replica, answer in answers.items():
+            counts = ((answer.retracted, "retracted"), (answer.aborted, "aborted"))
+            parts = [f"{count} {word}" for count, word in counts if count]
+            console.print(remote.label(replica) + ", ".join(["paused", *parts]))
+    answers.check()
 
 
 def resume(
@@ -74,11 +78,15 @@ def resume(
 
     console = console_of(ctx)
     with Remote.find(instance, timeout) as remote:
-        resumed = sum(answer.resumed for answer in remote.each(ContinueGenerationReqInput()))
+        answers = remote.some(ContinueGenerationReqInput())
     if json:
-        console.json({"resumed": resumed})
+        resumed = sum(answer.resumed for answer in answers.values())
+        console.json({"resumed": resumed, "replicas": answers.as_json()})
     else:
-        console.print(f"resumed, {format.plural(resumed, 'request')} waiting or running" if resumed else "resumed")
+        for replica, answer in answers.items():
+            go_on = f", {format.plural(answer.resumed, 'request')} waiting or running" if answer.resumed else ""
+            console.print(f"{remote.label(replica)}resumed{go_on}")
+    answers.check()
 
 
 def drain(
@@ -102,15 +110,20 @@ def drain(
     console = console_of(ctx)
     deadline = time.monotonic() + timeout
     with Remote.find(instance, min(timeout, 30.0)) as remote:
-        started = remote.each(DrainReqInput())
-        left = sum(answer.running + answer.waiting for answer in started)
-        while wait and left:
+        started = remote.some(DrainReqInput())
+        left = {replica: answer.running + answer.waiting for replica, answer in started.items()}
+        while wait and any(left.values()) and started.failure is None:
             if time.monotonic() >= deadline:
-                message = f"{format.plural(left, 'request')} left after {timeout:g} s; the instance still drains"
-                raise CommandError(message, ExitCode.BUSY)
+                requests = format.plural(sum(left.values()), "request")
+                raise CommandError(f"{requests} left after {timeout:g} s; the instance still drains", ExitCode.BUSY)
             time.sleep(POLL_S)
-            left = sum(load.running + load.waiting for load in remote.each(GetLoadReqInput()))
+            loads = zip(remote.replicas, remote.each(GetLoadReqInput()), strict=True)
+            left = {replica: load.running + load.waiting for replica, load in loads}
     if json:
-        console.json({"state": "draining", "left": left})
+        replicas = [{"replica": replica, "left": count} for replica, count in left.items()]
+        console.json({"state": "draining", "left": sum(left.values()), "replicas": replicas})
     else:
-        console.print(f"draining, {format.plural(left, 'request')} left" if left else "drained")
+        for replica, count in left.items():
+            state = f"draining, {format.plural(count, 'request')} left" if count else "drained"
+            console.print(f"{remote.label(replica)}{state}")
+    started.check()

@@ -49,13 +49,21 @@ def ping(
                 "p99_ms": round(p99, 3),
                 "max_ms": round(times_ms[-1], 3),
                 "replicas": [
-                    {"state": answer.state, "step": answer.step, "in_step_s": round(answer.in_step_s, 3)}
-                    for answer in answers
+                    {
+                        "replica": replica,
+                        "state": answer.state,
+                        "step": answer.step,
+                        "in_step_s": round(answer.in_step_s, 3),
+                    }
+                    for replica, answer in zip(remote.replicas, answers, strict=True)
                 ],
             }
         )
     elif count == 1:
-        states = "; ".join(f"{answer.state}, step {answer.step}{delay_of(answer.in_step_s)}" for answer in answers)
+        states = "; ".join(
+            f"{remote.label(replica)}{answer.state}, step {answer.step}{delay_of(answer.in_step_s)}"
+            for replica, answer in zip(remote.replicas, answers, strict=True)
+        )
         console.print(f"PONG {times_ms[0]:.2f} ms ({states})")
     else:
         figures = {"min": times_ms[0], "p50": p50, "p99": p99, "max": times_ms[-1]}

@@ -10,12 +10,12 @@ import typer
 
 from llmserve.cli.common import JsonOption, TimeoutOption, console_of
 from llmserve.cli.format import duration
-from llmserve.cli.loads import LOAD_TIMEOUT_S, Load, ask_loads, state_of
+from llmserve.cli.loads import LOAD_TIMEOUT_S, SILENT, Load, ask_loads, state_of, total
 from llmserve.runtime.instance import InstanceRecord, list_instances
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance, as --json prints it. `running` and `waiting` are null when its scheduler does not answer."""
+    """One instance, as --json prints it. `running` and `waiting` are null when none of its schedulers answers."""
 
     name: str
     model: str
@@ -46,8 +46,8 @@ def ps(
     """List the running instances, with the numbers of running and waiting requests.
 
     With several replicas, RUN and WAIT have a number for each. The state is starting, ready, paused or draining;
-    degraded: a replica is lost; silent: a scheduler does not answer within --timeout, or a process is stopped; or dead:
-    the process is gone, and the next launch removes what it left.
+    degraded: a replica is lost or silent; silent: no scheduler answers within --timeout, or a process is stopped; or
+    dead: the process is gone, and the next launch removes what it left.
     """
     console = console_of(ctx)
     lines = [look(record, timeout, ranks=json) for record in list_instances() if record.alive or all_records]
@@ -78,14 +78,14 @@ def look(record: InstanceRecord, timeout_s: float, ranks: bool = False) -> Line:
         address=f"{record.host}:{record.port}" if record.port else "-",
         state=state_of(record, loads),
         age_s=round(time.time() - record.created, 1),
-        running=sum(load.running for load in loads) if loads else None,
-        waiting=sum(load.waiting for load in loads) if loads else None,
+        running=total(load.running for load in loads),
+        waiting=total(load.waiting for load in loads),
         served_model_names=record.served_model_names,
         log_path=record.log_path,
         children=record.children,
         replicas=tuple(loads) if len(loads) > 1 else (),
         lost_replicas=record.lost_replicas,
-        ranks=tuple(ask_ranks(record, timeout_s)) if ranks and loads else (),
+        ranks=tuple(ask_ranks(record, timeout_s)) if ranks and any(load.state != SILENT for load in loads) else (),
     )
 
 
@@ -97,10 +97,11 @@ def shares(line: Line, name: str) -> str:
 
 def ask_ranks(record: InstanceRecord, timeout_s: float) -> Iterator[dict[str, object]]:
     """All ranks of the replicas that answer within `timeout_s` seconds."""
-    from llmserve.runtime.client import RpcCallError, RpcClient
+    from llmserve.cli.rpc import Remote
+    from llmserve.runtime.client import RpcCallError
     from llmserve.runtime.messages import GetStatusReqInput
 
-    for address in record.rpc_addresses:
-        with contextlib.suppress(RpcCallError), RpcClient(address, timeout_s=timeout_s) as client:
-            processes = client.call(GetStatusReqInput()).processes
-            yield from (msgspec.structs.asdict(process) for process in processes if process.role == "scheduler")
+    with contextlib.suppress(RpcCallError), Remote(record, timeout_s) as remote:
+        for answer in remote.some(GetStatusReqInput()).values():
+            ranks = (process for process in answer.processes if process.role == "scheduler")
+            yield from map(msgspec.structs.asdict, ranks)

@@ -42,14 +42,17 @@ def requests(
     console = console_of(ctx)
     with Remote.find(instance, timeout) as remote:
         while True:
-            answers = zip(remote.replicas, remote.each(ListRequestsReqInput(show_text=show_text)), strict=True)
-            found = [Listed(replica, info) for replica, answer in answers for info in answer.requests]
+            answers = remote.some(ListRequestsReqInput(show_text=show_text))
+            found = [Listed(replica, info) for replica, answer in answers.items() for info in answer.requests]
             found.sort(key=lambda listed: -listed.info.age_s)
             if watch and console.color and not json:
                 console.print("\x1b[H\x1b[2J", end="")
-            show(console, found, several=len(remote.replicas) > 1, show_text=show_text, json=json)
+            show(console, found, several=remote.several, show_text=show_text, json=json)
             if not watch:
+                answers.check()
                 return
+            if answers.failure is not None:
+                console.error(str(answers.failure))
             time.sleep(interval)
 
 

@@ -4,11 +4,13 @@ Importing it loads zmq, so commands import it when they run.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from msgspec import structs
 
 from llmserve.cli import format
 from llmserve.cli.common import CommandError, ExitCode, find_instance
-from llmserve.runtime.client import RpcClient, rpc_address
+from llmserve.runtime.client import RpcCallError, RpcClient, rpc_address
 from llmserve.runtime.messages import ControlRequest, GetLoadReqInput, RpcProgress
 from llmserve.runtime.ports import replica_of
 
@@ -20,6 +22,24 @@ if TYPE_CHECKING:
 
 AnswerT = TypeVar("AnswerT")
 OnProgress = Callable[[RpcProgress], None]
+
+
+class Answers(dict[int, AnswerT], Generic[AnswerT]):
+    """Answers by dp_rank. When some replicas have failed, it has those of the others, and `failure` is the error.
+
+    A command prints the answers and then calls `check`, so that one replica that hangs does not hide the others.
+    """
+
+    failure: RpcCallError | None = None
+
+    def check(self) -> None:
+        """Raises RpcCallError if a replica has failed."""
+        if self.failure is not None:
+            raise self.failure
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """One object per replica: its number and the fields of its answer."""
+        return [{"replica": replica, **structs.asdict(answer)} for replica, answer in self.items()]  # type: ignore[arg-type]
 
 
 class Remote:
@@ -54,18 +74,46 @@ class Remote:
         addresses = [client.address for client in self._clients]
         return asyncio.run(call_each(self.record.directory, addresses, request, timeout_s, on_progress))
 
+    def some(self, request: ControlRequest[AnswerT]) -> Answers[AnswerT]:
+        """As `each`, but keeps the answers of some replicas when others fail. Raises RpcCallError when all fail."""
+        if len(self._clients) == 1:
+            return Answers({self.replicas[0]: self._clients[0].call(request)})
+        import asyncio
+
+        from llmserve.runtime.fanout import ask_each, joined
+
+        addresses = [client.address for client in self._clients]
+        results = asyncio.run(ask_each(addresses, request, self._clients[0].timeout_s))
+        answers: Answers[AnswerT] = Answers()
+        failures = {}
+        for replica, result in zip(self.replicas, results, strict=True):
+            if isinstance(result, RpcCallError):
+                failures[replica] = result
+            else:
+                answers[replica] = result
+        if failures:
+            answers.failure = joined(failures, len(addresses))
+        if not answers:
+            answers.check()
+        return answers
+
     @property
     def replicas(self) -> list[int]:
         """The dp_ranks of the replicas, in the order of the answers of `each`."""
         return [replica_of(client.address) for client in self._clients]
 
+    @property
+    def several(self) -> bool:
+        """Whether there are several replicas, so that it has to be said which one a line is about."""
+        return len(self._clients) > 1
+
     def label(self, replica: int) -> str:
         """The beginning of a line about one replica; empty if there is only one."""
-        return f"replica {replica}: " if len(self._clients) > 1 else ""
+        return f"replica {replica}: " if self.several else ""
 
     def open_requests(self) -> int:
         """How many choices of requests run and wait."""
-        return sum(load.running + load.waiting for load in self.each(GetLoadReqInput()))
+        return sum(load.running + load.waiting for load in self.some(GetLoadReqInput()).values())
 
     def close(self) -> None:
         for client in self._clients:

@@ -1,5 +1,6 @@
 """`llmserve status`: one instance in depth."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -8,16 +9,20 @@ import typer
 from llmserve.cli import format
 from llmserve.cli.common import InstanceOption, JsonOption, TimeoutOption, console_of
 from llmserve.cli.console import Console
-from llmserve.cli.loads import Load, state_of
-from llmserve.cli.ping import delay_of
+from llmserve.cli.loads import SILENT, Load, state_of
+from llmserve.cli.ping import LONG_STEP_S, delay_of
 from llmserve.runtime.config import flag
 
 if TYPE_CHECKING:
+    from llmserve.cli.rpc import Answers, Remote
     from llmserve.runtime.instance import InstanceRecord
     from llmserve.runtime.messages import GetStatusReqOutput, ProcessInfo
 
 OptionValue = str | int | float | bool | list[str] | None
-NUMBERS = ("PID", "RSS", "CPU", "WEIGHTS", "DROPPED")
+REPLICA = ("REPLICA", "STATE", "UP", "STEPS", "RUN", "WAIT", "KV TOKENS", "USED", "CACHED")
+PROCESS = ("PROCESS", "PID", "RANK", "RSS", "CPU", "WEIGHTS", "DROPPED")
+WORDS = ("STATE", "PROCESS", "RANK")
+NUMBERS = tuple(name for name in (*REPLICA, *PROCESS) if name not in WORDS)
 
 
 def status(
@@ -29,57 +34,90 @@ def status(
 
     console = console_of(ctx)
     with Remote.find(instance, timeout) as remote:
-        answers = remote.each(GetStatusReqInput())
+        answers = remote.some(GetStatusReqInput())
+        loads = loads_of(remote, answers)
     if json:
-        console.json(as_json(remote.record, answers))
-        return
-    for replica, answer in zip(remote.replicas, answers, strict=True):
-        if len(answers) > 1:
-            console.print(f"replica {replica}")
-        show(console, remote.record, answer)
+        console.json(as_json(remote.record, answers, loads))
+    else:
+        show(console, remote.record, answers, loads)
+    answers.check()
 
 
-def as_json(record: "InstanceRecord", answers: list["GetStatusReqOutput"]) -> dict[str, Any]:
+def loads_of(remote: "Remote", answers: "Answers[GetStatusReqOutput]") -> list[Load]:
+    """One a replica, as `ps` has them."""
+    loads = {replica: Load(None, None, SILENT, replica) for replica in remote.replicas}
+    loads |= {n: Load(answer.running, answer.waiting, answer.state, n) for n, answer in answers.items()}
+    return list(loads.values())
+
+
+def as_json(record: "InstanceRecord", answers: "Answers[GetStatusReqOutput]", loads: Sequence[Load]) -> dict[str, Any]:
     replicas = []
-    for answer in answers:
-        fields = msgspec.structs.asdict(answer)
+    for replica, answer in answers.items():
+        fields = {"replica": replica, **msgspec.structs.asdict(answer)}
         fields["processes"] = [msgspec.structs.asdict(process) for process in answer.processes]
         options = options_of(record, answer)
         fields["options"] = {name: value for name, value, _ in options}
         fields["chosen"] = [name for name, _, chosen in options if chosen]
         replicas.append(fields)
     names = ("name", "pid", "host", "port", "version", "protocol", "log_path", "lost_replicas")
-    loads = [Load(answer.running, answer.waiting, answer.state) for answer in answers]
     where = {name: getattr(record, name) for name in names} | {"state": state_of(record, loads)}
     return {"instance": where, "replicas": replicas}
 
 
-def show(console: Console, record: "InstanceRecord", answer: "GetStatusReqOutput") -> None:
+def show(
+    console: Console, record: "InstanceRecord", answers: "Answers[GetStatusReqOutput]", loads: Sequence[Load]
+) -> None:
+    answer = next(iter(answers.values()))
+    stopped = f" ({record.stopped})" if record.stopped else ""
+    state = f"{state_of(record, loads)}{stopped}"
+    if len(loads) == 1:
+        state += f", up {format.duration(answer.uptime_s)}, {answer.steps} steps{delay_of(answer.in_step_s)}"
     total, used, cached = answer.kv_tokens_total, answer.kv_tokens_used, answer.kv_tokens_cached
     share = f"{format.percent(used, total)} used, {format.percent(cached, total)} cached"
-    state = f"silent ({record.stopped})" if record.stopped else answer.state
     facts = {
         "instance": f"{record.name} (pid {record.pid}, llmserve {record.version}, protocol {record.protocol})",
         "address": f"http://{record.host}:{record.port}",
         "model": f"{answer.model} (weights version {answer.weight_version})",
-        "state": f"{state}, up {format.duration(answer.uptime_s)}, {answer.steps} steps{delay_of(answer.in_step_s)}",
-        **({"lost": ", ".join(f"replica {n}" for n in record.lost_replicas)} if record.lost_replicas else {}),
+        "state": state,
+        "lost": ", ".join(f"replica {n}" for n in record.lost_replicas),
         "requests": f"{answer.running} running, {answer.waiting} waiting",
         "kv pool": f"{total} tokens in pages of {answer.page_size}, {format.size(answer.kv_bytes_total)}: {share}",
         "log": record.log_path or "-",
     }
+    if len(loads) > 1:
+        del facts["requests"], facts["kv pool"]  # each replica has its own
+    facts = {name: value for name, value in facts.items() if value}
     width = max(map(len, facts))
     for name, value in facts.items():
         console.print(f"{name.ljust(width)}  {value}")
     console.print()
-    console.table(
-        ("PROCESS", "PID", "RANK", "RSS", "CPU", "WEIGHTS", "DROPPED"),
-        [process_row(process) for process in answer.processes],
-        right=NUMBERS,
-    )
+    if len(loads) > 1:
+        console.table(REPLICA, [replica_row(load, answers.get(load.replica)) for load in loads], right=NUMBERS)
+        console.print()
+    processes = {(each.role, each.pid): each for found in answers.values() for each in found.processes}
+    rows = [process_row(process) for process in processes.values()]
+    console.table(PROCESS, rows, right=NUMBERS)
     console.print()
-    rows = [(name, "automatic" if chosen else "", shown(value)) for name, value, chosen in options_of(record, answer)]
+    rows = [[name, "automatic" if chosen else "", shown(value)] for name, value, chosen in options_of(record, answer)]
     console.table(("OPTION", "CHOSEN", "VALUE"), rows)
+
+
+def replica_row(load: Load, answer: "GetStatusReqOutput | None") -> list[str]:
+    """What tells the replicas apart; little of one that is silent."""
+    if answer is None:
+        return [str(load.replica), load.state, *["-"] * (len(REPLICA) - 2)]
+    late = f", a step takes {format.duration(answer.in_step_s)} already" if answer.in_step_s >= LONG_STEP_S else ""
+    return [
+        str(load.replica),
+        f"{load.state}{late}",
+        format.duration(answer.uptime_s),
+        str(answer.steps),
+        str(answer.running),
+        str(answer.waiting),
+        f"{format.number(answer.kv_tokens_total)} ({format.size(answer.kv_bytes_total)})",
+        format.percent(answer.kv_tokens_used, answer.kv_tokens_total),
+        format.percent(answer.kv_tokens_cached, answer.kv_tokens_total),
+    ]
 
 
 def options_of(record: "InstanceRecord", answer: "GetStatusReqOutput") -> list[tuple[str, OptionValue, bool]]:

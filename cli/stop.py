@@ -109,7 +109,7 @@ def wait_drained(console: Console, record: InstanceRecord, process: int, limit: 
                     ExitCode.BUSY,
                 )
             load = ask_load(record)
-            if load is not None:
+            if load.running is not None and load.waiting is not None:
                 left = plural(load.running + load.waiting, "request")
                 status.update(f"draining {record.name}: {left} left")
 

@@ -86,8 +86,12 @@ def update_weights(
             ]
         )
     else:
-        for replica, answer in zip(remote.replicas, answers, strict=True):
-            console.print(remote.label(replica) + report(answer, dry_run))
+        told = [report(answer, dry_run) for answer in answers]
+        if len(set(told)) == 1:
+            console.print(told[0])
+        else:
+            for replica, text in zip(remote.replicas, told, strict=True):
+                console.print(remote.label(replica) + text)
     if any(answer.differences for answer in answers):
         raise typer.Exit(ExitCode.FAILED)
 

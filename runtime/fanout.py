@@ -5,7 +5,7 @@ The call to a single replica is in client.py.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +33,15 @@ async def call_each(
     """
     if len(addresses) > 1 and isinstance(request, UpdateWeightReqInput) and not request.dry_run:
         return await _update_all(directory, addresses, request, timeout_s, on_progress)
-    return await _gather(addresses, [_call(address, request, timeout_s, on_progress) for address in addresses])
+    calls = [_call(address, request, timeout_s, on_progress) for address in addresses]
+    return _all(addresses, await _gather(calls))
+
+
+async def ask_each(
+    addresses: Sequence[str], request: ControlRequest[AnswerT], timeout_s: float
+) -> list[AnswerT | RpcCallError]:
+    """As call_each, but a replica that fails has its error in the place of its answer. Not for updates of weights."""
+    return await _gather([_call(address, request, timeout_s, None) for address in addresses])
 
 
 async def _call(
@@ -43,27 +51,35 @@ async def _call(
         return await client.call(request, on_progress)
 
 
-async def _gather(addresses: Sequence[str], calls: Sequence["asyncio._CoroutineLike[AnswerT]"]) -> list[AnswerT]:
+async def _gather(calls: Sequence["asyncio._CoroutineLike[AnswerT]"]) -> list[AnswerT | RpcCallError]:
     results = await asyncio.gather(*calls, return_exceptions=True)
-    failures: dict[int, RpcCallError] = {}
-    for address, result in zip(addresses, results, strict=True):
-        if isinstance(result, RpcCallError):
-            failures[replica_of(address)] = result
-        elif isinstance(result, BaseException):
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, RpcCallError):
             raise result
-    if failures:
-        raise _joined(failures, len(addresses))
-    return list(results)  # type: ignore[arg-type]
+    return results  # type: ignore[return-value]
 
 
-def _joined(failures: dict[int, RpcCallError], asked: int) -> RpcCallError:
+def _all(addresses: Sequence[str], results: Sequence[AnswerT | RpcCallError]) -> list[AnswerT]:
+    """The results, if all are answers. Raises RpcCallError if not."""
+    failures = {
+        replica_of(each): it for each, it in zip(addresses, results, strict=True) if isinstance(it, RpcCallError)
+    }
+    if not failures:
+        return list(results)  # type: ignore[arg-type]
+    error = joined(failures, len(addresses))
+    if len(failures) < len(addresses):
+        error = RpcCallError(error.code, f"{error.message}; the others have done it")
+    raise error
+
+
+def joined(failures: Mapping[int, RpcCallError], asked: int) -> RpcCallError:
     """One error for all `failures`, by dp_rank, of a call to `asked` replicas."""
     first = next(iter(failures.values()))
-    if len(failures) == asked and len({error.message for error in failures.values()}) == 1:
+    if asked == 1:
         return first
+    if len(failures) == asked and len({error.message for error in failures.values()}) == 1:
+        return RpcCallError(first.code, f"each of {asked} replicas: {first.message}")
     told = [f"replica {number}: {error.message}" for number, error in failures.items()]
-    if len(failures) < asked:
-        told.append("the others have done it")
     return RpcCallError(first.code, "; ".join(told))
 
 
@@ -100,7 +116,7 @@ async def _update_all(
             raise
 
     try:
-        return await _gather(addresses, [call(address) for address in addresses])
+        return _all(addresses, await _gather([call(address) for address in addresses]))
     finally:
         if len(prepared) < len(addresses):
             decision.decide(directory, name, "abort")

@@ -250,14 +250,15 @@ class Live(Source):
         try:
             with Remote(self._record, ACTION_TIMEOUT_S) as remote:
                 if isinstance(action, Abort):
-                    answers = remote.each(AbortReqInput(rids=tuple(action)))
-                    aborted = {rid for answer in answers for rid in answer.aborted}
-                    gone = len(action) - len(aborted)
-                    return f"aborted {format.plural(len(aborted), 'request')}" + (f", {gone} had ended" if gone else "")
+                    answers = remote.some(AbortReqInput(rids=tuple(action)))
+                    aborted = {rid for answer in answers.values() for rid in answer.aborted}
+                    gone = len(action) - len(aborted) if answers.failure is None else 0
+                    done = f"aborted {format.plural(len(aborted), 'request')}" + (f", {gone} had ended" if gone else "")
+                    return but(done, answers.failure)
                 if isinstance(action, Flush):
-                    flushed = remote.each(FlushCacheReqInput())
-                    pages = sum(answer.pages_freed for answer in flushed)
-                    return f"flushed {format.plural(pages, 'page')}"
+                    flushed = remote.some(FlushCacheReqInput())
+                    pages = sum(answer.pages_freed for answer in flushed.values())
+                    return but(f"flushed {format.plural(pages, 'page')}", flushed.failure)
         except RpcCallError as error:
             return str(error)
         return ""
@@ -267,6 +268,11 @@ class Live(Source):
             if found := gpus.ask_nvidia_smi():
                 self.put(Gpus(time=time.time(), gpus=found))
             self._ends.wait(GPU_S)
+
+
+def but(done: str, failure: RpcCallError | None) -> str:
+    """What was done, and on which replicas it was not."""
+    return done if failure is None else f"{done}; {failure}"
 
 
 class Lease:

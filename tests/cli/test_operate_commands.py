@@ -9,6 +9,7 @@ import threading
 import time
 import typing
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,8 @@ from llmserve.runtime.messages import (
     GetStatusReqInput,
     GetStatusReqOutput,
     ListRequestsReqInput,
+    ListRequestsReqOutput,
+    Message,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     PingReqInput,
@@ -156,7 +159,9 @@ def test_a_long_step_is_told(fake: FakeInstance) -> None:
     fake.handlers[PingReqInput] = lambda _: PingReqOutput(step=7, state="ready", in_step_s=12.3)
     fake.handlers[GetStatusReqInput] = lambda _: msgspec.structs.replace(STATUS, in_step_s=12.3)
     assert run("ping").out.endswith("(ready, step 7, the next one takes 12.3s already)\n")
-    assert json.loads(run("ping", "--json").out)["replicas"] == [{"state": "ready", "step": 7, "in_step_s": 12.3}]
+    assert json.loads(run("ping", "--json").out)["replicas"] == [
+        {"replica": 0, "state": "ready", "step": 7, "in_step_s": 12.3}
+    ]
     assert "99 steps, the next one takes 12.3s already" in run("status").out
     fake.handlers[PingReqInput] = lambda _: PingReqOutput(step=7, state="ready", in_step_s=0.3)
     assert run("ping").out.endswith("(ready, step 7)\n")
@@ -415,6 +420,137 @@ def test_drain_that_takes_too_long_is_exit_75(fake: FakeInstance) -> None:
     assert "3 requests left after 0.8 s" in result.err
 
 
+# ---- several replicas ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def second_replica(fake: FakeInstance) -> Iterator[FakeInstance]:
+    """A fake that is replica 1 of the instance `fake`."""
+    with FakeInstance("other") as other:
+        socket = fake.instance.directory / "rpc-1.sock"
+        socket.symlink_to(other.instance.directory / "rpc.sock")
+        fake.instance.update(rpc_addresses=(*fake.instance.record.rpc_addresses, f"ipc://{socket}"))
+        yield other
+
+
+DONE: dict[str, Message] = {
+    "status": STATUS,
+    "requests": ListRequestsReqOutput(requests=(request_info("a"),)),
+    "abort a": AbortReqOutput(aborted=("a",)),
+    "flush-cache": FlushCacheReqOutput(pages_freed=3, bytes_freed=1024),
+    "pause": PauseGenerationReqOutput(retracted=2),
+    "resume": ContinueGenerationReqOutput(resumed=2),
+    "drain": DrainReqOutput(running=0, waiting=0),
+}
+
+
+def answer_with(fake: FakeInstance, answer: Message) -> None:
+    """Has the fake answer so to whatever it answers, and nothing else."""
+    named = {each.__name__: each for each in typing.get_args(ControlReqInput)}
+    fake.handlers = {named[type(answer).__name__.replace("Output", "Input")]: lambda _: answer}
+
+
+@pytest.mark.parametrize(
+    ("command", "totals", "line"),
+    [
+        (
+            "flush-cache",
+            {"pages_freed": 6, "bytes_freed": 2048, "aborted": []},
+            "flushed 3 pages (1.0 KiB)",
+        ),
+        ("pause", {"retracted": 4, "aborted": 0}, "paused, 2 retracted"),
+        ("resume", {"resumed": 4}, "resumed, 2 requests waiting or running"),
+        ("drain", {"state": "draining", "left": 0}, "drained"),
+    ],
+)
+def test_what_each_replica_did_is_told(fake: FakeInstance, command: str, totals: dict[str, object], line: str) -> None:
+    with second_replica(fake) as other:
+        for each in (fake, other):
+            answer_with(each, DONE[command])
+        assert run(command, "-i", "fake").out == f"replica 0: {line}\nreplica 1: {line}\n"
+        data = json.loads(run(command, "-i", "fake", "--json").out)
+    replicas = data.pop("replicas")
+    assert data == totals
+    assert [each.pop("replica") for each in replicas] == [0, 1]
+    assert replicas[0] == replicas[1]
+    assert {name: 2 * value for name, value in replicas[0].items() if isinstance(value, int)} == {
+        name: value for name, value in data.items() if isinstance(value, int)
+    }
+
+
+@pytest.mark.parametrize("command", DONE)
+def test_a_replica_that_hangs_does_not_hide_what_another_answers(fake: FakeInstance, command: str) -> None:
+    with second_replica(fake) as other:
+        answer_with(fake, DONE[command])
+        other.handlers = dict.fromkeys(typing.get_args(ControlReqInput), lambda _: [])
+        plain = run(*command.split(), "-i", "fake", "--timeout", "0.2")
+        structured = run(*command.split(), "-i", "fake", "--timeout", "0.2", "--json")
+    for ended in (plain, structured):
+        assert ended.code == 75
+        assert "replica 1: no answer came in 0.2 s; see --timeout" in ended.err
+    data = json.loads(structured.out)
+    told = data if command == "requests" else data["replicas"]
+    assert list(told.values()) == [0] if command == "abort a" else [each["replica"] for each in told] == [0]
+    shown = {"status": "99", "requests": "decode", "abort a": "replica 0: aborted"}
+    assert shown.get(command, "replica 0: ") in plain.out
+
+
+def test_what_all_replicas_refuse_in_the_same_words_is_said_of_each(fake: FakeInstance) -> None:
+    """Three that run on each are six: "3 running" alone would be half of the truth."""
+    with second_replica(fake) as other:
+        for each in (fake, other):
+            each.handlers[FlushCacheReqInput] = lambda _: RpcError(code="busy", message="3 running")
+        refused = run("flush-cache", "-i", "fake")
+    assert (refused.code, refused.err) == (75, "llmserve: each of 2 replicas: 3 running\n")
+
+
+def test_ps_counts_a_silent_replica_as_unknown(fake: FakeInstance) -> None:
+    with second_replica(fake) as other:
+        other.handlers[GetLoadReqInput] = lambda _: []
+        row = next(line.split() for line in run("ps", "--timeout", "0.2").out.splitlines() if line.startswith("fake"))
+        line = json.loads(run("ps", "--timeout", "0.2", "--json").out)[0]
+    assert (row[4], row[6:]) == ("degraded", ["2+-", "1+-"])
+    assert (line["state"], line["running"], line["waiting"]) == ("degraded", 2, 1)
+    assert [(each["state"], each["running"]) for each in line["replicas"]] == [("ready", 2), ("silent", None)]
+
+
+def test_status_shows_what_replicas_share_once(fake: FakeInstance) -> None:
+    with second_replica(fake) as other:
+        for number, each in enumerate((fake, other)):
+            process = ProcessInfo(role="scheduler", pid=50 + number, dp_rank=number)
+            main = ProcessInfo(role="main", pid=49)
+            busy = msgspec.structs.replace(STATUS, running=2 + number, processes=(main, process))
+            each.handlers[GetStatusReqInput] = lambda _, busy=busy: busy  # type: ignore[misc]
+        text = run("status", "-i", "fake").out
+        data = json.loads(run("status", "-i", "fake", "--json").out)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["state", "ready"] in lines
+    table = lines.index(["REPLICA", "STATE", "UP", "STEPS", "RUN", "WAIT", "KV", "TOKENS", "USED", "CACHED"])
+    assert lines[table + 1 : table + 3] == [
+        [number, "ready", "1h06m", "99", running, "1", "1.0k", "(5.0", "MiB)", "25%", "50%"]
+        for number, running in (("0", "2"), ("1", "3"))
+    ]
+    assert [line[:2] for line in lines if line[:1] in (["main"], ["scheduler"])] == [
+        ["main", "49"],
+        ["scheduler", "50"],
+        ["scheduler", "51"],
+    ]
+    assert text.count("max-model-len") == 1
+    assert [each["replica"] for each in data["replicas"]] == [0, 1]
+
+
+def test_doctor_tells_of_the_replica_that_hangs_and_of_the_pool_of_the_others(fake: FakeInstance) -> None:
+    options = {"tp_size": 1, "pp_size": 1, "dp_size": 2, "threads": 1}
+    with second_replica(fake) as other:
+        answer_with(fake, msgspec.structs.replace(STATUS, options=options))
+        other.handlers[GetStatusReqInput] = lambda _: []
+        found = json.loads(run("doctor", "--timeout", "0.2", "--json").out)
+    ours = {each["check"]: each for each in found if '"fake"' in each["detail"]}
+    assert ours["pool"]["status"] == "ok"
+    assert ours["scheduler"]["status"] == "bad"
+    assert "replica 1: no answer came in 0.2 s" in ours["scheduler"]["detail"]
+
+
 # ---- update-weights ------------------------------------------------------------------------------------------------
 
 
@@ -459,15 +595,14 @@ def test_what_differs_in_many_layers_is_one_line() -> None:
 
 
 def test_each_replica_is_named_whose_weights_are_swapped(fake: FakeInstance) -> None:
-    with FakeInstance("other") as other:
-        second = fake.instance.directory / "rpc-1.sock"
-        second.symlink_to(other.instance.directory / "rpc.sock")
-        fake.instance.update(rpc_addresses=(*fake.instance.record.rpc_addresses, f"ipc://{second}"))
+    with second_replica(fake) as other:
         for number, each in enumerate((fake, other)):
             answer = UpdateWeightReqOutput(old_version=1, new_version=1, model_path=f"m{number}")
             each.handlers[UpdateWeightReqInput] = lambda _, answer=answer: answer  # type: ignore[misc]
         lines = run("update-weights", "m", "--dry-run", "-i", "fake").out.splitlines()
-    assert lines == ["replica 0: m0 would be accepted", "replica 1: m1 would be accepted"]
+        assert lines == ["replica 0: m0 would be accepted", "replica 1: m1 would be accepted"]
+        other.handlers[UpdateWeightReqInput] = fake.handlers[UpdateWeightReqInput]
+        assert run("update-weights", "m", "--dry-run", "-i", "fake").out == "m0 would be accepted\n"  # what all say
 
 
 def test_update_that_aborts_is_confirmed(fake: FakeInstance) -> None:
