@@ -1,6 +1,7 @@
 """`llmserve restart`: ends an instance and launches it again as it was launched, in the background."""
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,8 @@ import typer
 from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
 from llmserve.cli.stop import end
 from llmserve.runtime.instance import InstanceRecord
+
+ASK_TIMEOUT_S = 1.0
 
 
 def restart(
@@ -37,6 +40,11 @@ def restart(
     command, environ, directory = how_launched(record)
     console = console_of(ctx)
     console.note(f'restarting "{record.name}"')
+    for path, version in updated_weights(record):
+        console.note(
+            f"the new one serves {record.model} (version 1), not {path} (version {version}); "
+            f"`llmserve update-weights {shlex.quote(path)}` loads that again"
+        )
     end(console, record, now, timeout)
     done = subprocess.run(command, env=environ, cwd=directory, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -46,6 +54,23 @@ def restart(
         console.json({"instance": record.name, "pid": find_instance(record.name).pid, "address": address})
     else:
         console.print(address)
+
+
+def updated_weights(record: InstanceRecord) -> list[tuple[str, int]]:
+    """Path and version of the weights that serve, of each replica, if they are not those of the launch.
+
+    Empty when the instance does not answer: it is to be restarted all the same.
+    """
+    from llmserve.cli.rpc import Remote
+    from llmserve.runtime.client import RpcCallError
+    from llmserve.runtime.messages import GetStatusReqInput
+
+    try:
+        with Remote(record, ASK_TIMEOUT_S) as remote:
+            serving = {(answer.model, answer.weight_version) for answer in remote.each(GetStatusReqInput())}
+    except RpcCallError:
+        return []
+    return sorted((path, version) for path, version in serving if path != record.model)
 
 
 def how_launched(record: InstanceRecord) -> tuple[list[str], dict[str, str], str]:

@@ -187,6 +187,29 @@ def test_restart_ends_it_as_asked_and_launches_with_all_that_it_had(
     assert asked == [("fake", True, 7.0), ("fake", False, None)]
 
 
+@pytest.mark.parametrize(
+    ("serving", "told"),
+    [
+        (("some/model", 1), ""),
+        (("some/model", 3), ""),  # back to those of the launch
+        (
+            ("/models/the tuned", 2),
+            "the new one serves some/model (version 1), not /models/the tuned (version 2); "
+            "`llmserve update-weights '/models/the tuned'` loads that again\n",
+        ),
+    ],
+)
+def test_restart_says_which_weights_end_with_the_old_one(
+    serving: tuple[str, int], told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(restart, "how_launched", lambda record: (["true"], dict(os.environ), str(tmp_path)))
+    monkeypatch.setattr(restart, "end", lambda console, record, now, timeout: None)
+    status = msgspec.structs.replace(status_of(0), model=serving[0], weight_version=serving[1])
+    with FakeInstance() as fake:
+        fake.handlers[GetStatusReqInput] = lambda _: status
+        assert run("restart").err == f'restarting "fake"\n{told}'
+
+
 def test_restart_refuses_what_launch_did_not_start() -> None:
     with pytest.raises(CommandError, match="not started by"):
         restart.how_launched(InstanceRecord(name="x", pid=os.getpid(), port=1))
