@@ -5,12 +5,10 @@ serve.py puts a server in front of it, Engine uses it as it is. The child's side
 """
 
 import asyncio
-import functools
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -18,15 +16,16 @@ from llmserve.runtime.child import ChildInit, Fact, Progress, Status
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.instance import acquire
 from llmserve.runtime.models import hub
+from llmserve.runtime.observer import LaunchObserver, SilentObserver
 from llmserve.runtime.ports import PortArgs
 from llmserve.runtime.processes import ChildProcess, describe_end
 from llmserve.runtime.ranks import Place, alone, check_ports, check_split, network_environment, places, threads_of
+from llmserve.runtime.threads import in_thread
 from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.tokenizer_manager import TokenizerManager
 from llmserve.runtime.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 RESUME_EVERY_S = 0.5
 """During a drain: a pause is seen in the metrics, and one that an update of the weights needs is over soon."""
@@ -38,39 +37,6 @@ class LaunchError(Exception):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-class LaunchObserver(Protocol):
-    """Whoever watches a start: the checklist on a terminal, the log, or the waiting parent of a detached launch."""
-
-    def progress(self, stage: str, done: float, total: float, unit: str) -> None:
-        """A stage is under way: `done` of `total`, in `unit`."""
-
-    def stage(self, name: str, detail: str) -> None:
-        """A stage is done; `detail` says with what result."""
-
-    def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None:
-        """The instance serves `model` at `address`; `facts` are what the scheduler says of itself."""
-
-    def draining(self, in_flight: int) -> None:
-        """It was asked to end and finishes so many requests first."""
-
-    def close(self) -> None:
-        """The start is over, well or not: leave the terminal as it was. May be called twice."""
-
-
-class SilentObserver:
-    """A LaunchObserver for who only wants the outcome."""
-
-    def progress(self, stage: str, done: float, total: float, unit: str) -> None: ...
-
-    def stage(self, name: str, detail: str) -> None: ...
-
-    def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None: ...
-
-    def draining(self, in_flight: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Stack:
@@ -337,33 +303,6 @@ class Stack:
         for child in self._children:
             child.kill()
         self.instance.release()
-
-
-async def in_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Runs `function` in a thread that nobody waits for at exit: a download must not hold up Ctrl-C."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
-
-    def finish(set_outcome: Callable[[], None]) -> None:
-        def set_unless_abandoned() -> None:
-            if not outcome.done():
-                set_outcome()
-
-        try:
-            loop.call_soon_threadsafe(set_unless_abandoned)
-        except RuntimeError:
-            log.debug("the loop closed before the work was done")
-
-    def work() -> None:
-        try:
-            result = function(*arguments)
-        except Exception as error:
-            finish(functools.partial(outcome.set_exception, error))
-        else:
-            finish(lambda: outcome.set_result(result))
-
-    threading.Thread(target=work, daemon=True, name=getattr(function, "__name__", "work")).start()
-    return await outcome
 
 
 LIGHT_ENVIRONMENT = {

@@ -22,9 +22,11 @@ from llmserve.runtime.child import CONFIG_EXIT_CODE
 from llmserve.runtime.config import Secrets, ServerArgs
 from llmserve.runtime.fanout import Replicas
 from llmserve.runtime.http_server import HttpServer
-from llmserve.runtime.launch import LaunchError, LaunchObserver, Stack, in_thread
+from llmserve.runtime.launch import LaunchError, Stack
 from llmserve.runtime.listener import bind, url_of
 from llmserve.runtime.logs import bound_log, keep_log, stderr_to_file
+from llmserve.runtime.observer import LaunchObserver
+from llmserve.runtime.threads import in_thread
 
 log = logging.getLogger(__name__)
 

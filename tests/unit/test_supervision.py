@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from llmserve.runtime.config import ConfigError
-from llmserve.runtime.launch import in_thread
 from llmserve.runtime.listener import bind, url_of
 from llmserve.runtime.ranks import local_address
+from llmserve.runtime.threads import in_thread
 
 
 async def test_work_in_a_thread_ends_as_it_ends() -> None:
