@@ -28,6 +28,8 @@ FOREVER = 60_000
 """Tokens that outlast any test: the model of `long_model` takes over ten seconds for them on a fast machine."""
 PATIENCE_S = 60.0
 """For what has to happen, however slow the machine is."""
+PATIENT = ("--timeout", str(PATIENCE_S))
+"""For commands that would soon say that an instance is silent."""
 
 
 def runtime_directory() -> Path:

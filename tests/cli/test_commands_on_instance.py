@@ -17,9 +17,20 @@ import pexpect
 import psutil
 import pytest
 
-from instances import FOREVER, LLMSERVE, RunningInstance, environment_for, launched, run_cli, wait_until
+from instances import (
+    FOREVER,
+    LLMSERVE,
+    PATIENCE_S,
+    PATIENT,
+    RunningInstance,
+    environment_for,
+    launched,
+    run_cli,
+    wait_until,
+)
+from llmserve.runtime.client import RpcClient
+from llmserve.runtime.messages import ListRequestsReqInput
 
-PATIENCE_S = 30.0
 POOL_TOKENS = 1 << 17
 
 
@@ -63,13 +74,14 @@ class Client(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with self._instance.client(timeout=60.0) as client:
+        with self._instance.client() as client:
             self.answer = client.post("/generate", json=self._body)
 
 
 def rids(op: RunningInstance) -> list[str]:
-    listed = run_cli(op.root, "requests", "-i", "op", "--json")
-    return [request["rid"] for request in json.loads(listed.stdout)]
+    """Of what generates."""
+    with RpcClient(op.record["rpc_addresses"][0], PATIENCE_S) as client:
+        return [info.rid for info in client.call(ListRequestsReqInput()).requests if info.state == "decode"]
 
 
 # ---- looking -------------------------------------------------------------------------------------------------------
@@ -88,7 +100,7 @@ def test_ping_status_and_ps_agree(op: RunningInstance, cli: Any) -> None:
     assert "max-total-tokens" not in replica["chosen"]
     assert {process["role"] for process in replica["processes"]} == {"main", "scheduler", "detokenizer"}
     assert all(psutil.pid_exists(process["pid"]) for process in replica["processes"])
-    listed = json.loads(run_cli(op.root, "ps", "--json").stdout)
+    listed = json.loads(run_cli(op.root, "ps", "--json", *PATIENT).stdout)
     (line,) = [line for line in listed if line["name"] == "op"]
     assert (line["pid"], line["state"], line["running"]) == (op.process.pid, "ready", 0)
 
@@ -115,7 +127,9 @@ def test_top_once_sees_the_load(cli: Any, running: Any) -> None:
 def test_top_aborts_from_the_screen(op: RunningInstance, running: Any) -> None:
     client = running("runaway")
     env = environment_for(op.root, TERM="xterm-256color", LANG="C.UTF-8")
-    screen = pexpect.spawn(LLMSERVE, ["top", "-i", "op"], env=env, dimensions=(24, 80), encoding="utf-8", timeout=15)
+    screen = pexpect.spawn(
+        LLMSERVE, ["top", "-i", "op"], env=env, dimensions=(24, 80), encoding="utf-8", timeout=PATIENCE_S
+    )
     try:
         screen.expect("▸ runaway")
         screen.send("a")
@@ -236,7 +250,8 @@ def test_a_process_that_is_stopped_is_said_to_be(op: RunningInstance, cli: Any, 
         assert (shown["state"], shown["reason"]) == ("stalled", fault)
     finally:
         process.resume()
-    assert [line["state"] for line in json.loads(cli("ps", "--json").stdout) if line["name"] == "op"] == ["ready"]
+    listed = json.loads(cli("ps", "--json", *PATIENT).stdout)
+    assert [line["state"] for line in listed if line["name"] == "op"] == ["ready"]
     assert json.loads(cli("status", "--json").stdout)["instance"]["state"] == "ready"
 
 
@@ -305,7 +320,7 @@ def test_a_detached_instance_is_configured_logged_restarted_and_stopped(own_root
         assert first["instance"]["name"] == "filed"
         assert first["replicas"][0]["kv_tokens_total"] == 4096
         assert "ready" in run_cli(own_root, "logs").stdout
-        checks = {f["check"]: f for f in json.loads(run_cli(own_root, "doctor", "--json").stdout)}
+        checks = {f["check"]: f for f in json.loads(run_cli(own_root, "doctor", "--json", *PATIENT).stdout)}
         assert checks["pool"]["status"] == "ok"
         assert checks["stale"]["status"] == "ok"
 
@@ -324,7 +339,7 @@ def test_a_detached_instance_is_configured_logged_restarted_and_stopped(own_root
     assert stopped.returncode == 0
     ended = json.loads(stopped.stdout)
     assert (ended["instance"], ended["pid"]) == ("filed", second["instance"]["pid"])
-    assert 0 < ended["seconds"] < 5
+    assert ended["seconds"] > 0
     assert run_cli(own_root, "ps", "--json").stdout.strip() == "[]"
 
 
@@ -338,7 +353,7 @@ def test_drain_refuses_new_requests_and_waits_for_the_others(own_root: Path, tin
         assert refused.stderr
         assert "draining" in run_cli(own_root, "ping").stdout
         wait_until(lambda: instance.record["state"] == "draining", PATIENCE_S, "the registry to know")
-        (line,) = json.loads(run_cli(own_root, "ps", "--json").stdout)
+        (line,) = json.loads(run_cli(own_root, "ps", "--json", *PATIENT).stdout)
         assert line["state"] == "draining"
         assert run_cli(own_root, "resume").returncode == 0
         with instance.client() as client:

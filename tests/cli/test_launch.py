@@ -18,7 +18,18 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from instances import FOREVER, LLMSERVE, assert_gone, environment_for, is_alive, run_cli, wait_until
+from instances import (
+    FOREVER,
+    LLMSERVE,
+    PATIENCE_S,
+    PATIENT,
+    assert_gone,
+    command_line,
+    environment_for,
+    is_alive,
+    run_cli,
+    wait_until,
+)
 from llmserve.cli.checklist import curl_line
 from llmserve.cli.console import Console
 from llmserve.cli.main import app
@@ -229,8 +240,9 @@ def terminal(root: Path, *arguments: str, columns: int = 80, **environment: str)
         list(arguments),
         env=env,
         dimensions=(24, columns),
-        timeout=20,
+        timeout=int(PATIENCE_S),
         encoding="utf-8",  # type: ignore[arg-type]
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # where nohup runs the tests it is ignored
     )
     try:
         yield child
@@ -306,12 +318,12 @@ def test_a_terminal_that_goes_away_drains(own_root: Path, long_model: Path) -> N
         request = {"prompt": "Once", "max_tokens": FOREVER, "ignore_eos": True}
         url = f"http://127.0.0.1:{record['port']}/v1/completions"
         with ThreadPoolExecutor() as pool:
-            answer = pool.submit(httpx.post, url, json=request, timeout=30)
-            with RpcClient(record["rpc_addresses"][0]) as client:
-                wait_until(lambda: client.call(GetLoadReqInput()).running, 5, "the request's start")
+            answer = pool.submit(httpx.post, url, json=request, timeout=PATIENCE_S)
+            with RpcClient(record["rpc_addresses"][0], PATIENCE_S) as client:
+                wait_until(lambda: client.call(GetLoadReqInput()).running, PATIENCE_S, "the request's start")
             child.ptyproc.fileobj.close()
             assert "its drain timeout is over" in answer.result().json()["error"]["message"]
-        wait_until(lambda: not is_alive(main), 3, "the end")
+        wait_until(lambda: not is_alive(main), 5, "the end")
         assert not (own_root / "llmserve/default").exists()
 
 
@@ -348,7 +360,7 @@ def test_a_failure_leaves_its_log_behind(own_root: Path, tiny_model: Path, tmp_p
 def test_a_detached_instance_from_start_to_stop(own_root: Path, tiny_model: Path) -> None:
     launch = run_cli(own_root, "launch", str(tiny_model), "--name", "bg", "--port", "0", "--detach")
     assert launch.returncode == 0, launch.stderr
-    listed = json.loads(run_cli(own_root, "ps", "--json").stdout)
+    listed = json.loads(run_cli(own_root, "ps", "--json", *PATIENT).stdout)
     assert [(line["name"], line["state"], line["running"]) for line in listed] == [("bg", "ready", 0)]
     assert launch.stdout == f"http://{listed[0]['address']}\n"
     main = psutil.Process(listed[0]["pid"])
@@ -362,7 +374,7 @@ def test_a_detached_instance_from_start_to_stop(own_root: Path, tiny_model: Path
         assert 'done stage="weights"' in launch.stderr, "how the start goes can be seen while waiting"
         processes = [main, *main.children(recursive=True)]
         assert len(processes) == 3
-        table = run_cli(own_root, "ps").stdout.splitlines()
+        table = run_cli(own_root, "ps", *PATIENT).stdout.splitlines()
         assert table[0].split() == ["NAME", "MODEL", "PID", "ADDRESS", "STATE", "AGE", "RUN", "WAIT"]
         cells = table[1].split()
         assert cells[:5] == ["bg", "tiny-llama", str(main.pid), listed[0]["address"], "ready"]
@@ -370,7 +382,7 @@ def test_a_detached_instance_from_start_to_stop(own_root: Path, tiny_model: Path
         stop = run_cli(own_root, "stop")
         assert (stop.returncode, stop.stdout) == (0, "")
         assert stop.stderr.startswith('"bg" has ended after ')
-        assert_gone(processes, 1)
+        assert_gone(processes)
         assert not (own_root / "llmserve/bg").exists()
         assert run_cli(own_root, "ps", "--json").stdout == "[]\n"
     finally:
@@ -391,6 +403,11 @@ def test_a_detached_launch_fails_as_the_launch_would(own_root: Path, tiny_model:
 
 def test_ctrl_c_ends_a_detached_launch_that_is_not_ready(own_root: Path, tiny_model: Path) -> None:
     with terminal(own_root, "launch", str(tiny_model), "--port", "0", "--detach") as child:
+        launched = psutil.Process(child.pid)
+        wait_until(lambda: len(launched.children(recursive=True)) == 3, PATIENCE_S, "all its processes")
+        for process in launched.children(recursive=True):
+            if "scheduler" in command_line(process):
+                process.suspend()  # so that it does not get ready
         child.expect("model ")
         child.sendintr()
         child.expect(pexpect.EOF)
@@ -420,8 +437,8 @@ def test_stop_says_when_it_takes_too_long_and_now_does_not_wait(own_root: Path, 
     finally:
         now = run_cli(own_root, "stop", "--now")
     assert now.returncode == 0
-    assert_gone(processes, 2)
-    wait_until(lambda: not (own_root / "llmserve/default").exists(), 1, "the directory's end")
+    assert_gone(processes)
+    wait_until(lambda: not (own_root / "llmserve/default").exists(), 5, "the directory's end")
     assert run_cli(own_root, "stop").returncode == 3
 
 
@@ -431,7 +448,7 @@ def test_ps_shows_a_dead_instance_only_when_asked(own_root: Path, tiny_model: Pa
     main = psutil.Process(json.loads((own_root / "llmserve/default/instance.json").read_text())["pid"])
     processes = [main, *main.children(recursive=True)]
     main.kill()
-    assert_gone(processes, 5)
+    assert_gone(processes)
     assert json.loads(run_cli(own_root, "ps", "--json").stdout) == []
     listed = json.loads(run_cli(own_root, "ps", "--all", "--json").stdout)
     assert [(line["name"], line["state"]) for line in listed] == [("default", "dead")]

@@ -126,7 +126,7 @@ def test_bash_completes_instances_and_rids() -> None:
 def test_bash_completes_at_the_tab_key() -> None:
     import pexpect
 
-    shell = pexpect.spawn("bash", ["--norc", "--noprofile", "-i"], encoding="utf-8", timeout=15)
+    shell = pexpect.spawn("bash", ["--norc", "--noprofile", "-i"], encoding="utf-8", timeout=60)
     try:
         shell.sendline(f"PS1='$ '; source {ROOT / 'completions' / 'llmserve.bash'}; echo re''ady")
         shell.expect("ready")
@@ -155,7 +155,7 @@ def test_zsh_completes_at_the_tab_key(tmp_path: Path) -> None:
     import pexpect
 
     shutil.copy(ROOT / "completions" / "_llmserve", tmp_path / "_llmserve")
-    shell = pexpect.spawn("zsh", ["-f", "-i"], encoding="utf-8", timeout=15, env=os.environ | {"TERM": "dumb"})
+    shell = pexpect.spawn("zsh", ["-f", "-i"], encoding="utf-8", timeout=60, env=os.environ | {"TERM": "dumb"})
     try:
         shell.sendline(f"PS1='$ '; fpath=({tmp_path} $fpath); autoload -U compinit; compinit -D -u; echo re''ady")
         shell.expect("ready\r")

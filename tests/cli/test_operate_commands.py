@@ -19,7 +19,7 @@ from fake_instance import FakeInstance, fresh_registry, request_info, run
 from rich.cells import cell_len, set_cell_size
 from typer.testing import CliRunner
 
-from instances import wait_until
+from instances import PATIENCE_S, PATIENT, fair_time, wait_until
 from llmserve.cli import update_weights
 from llmserve.cli.commands import COMMANDS
 from llmserve.cli.main import app
@@ -170,7 +170,7 @@ def test_a_long_step_is_told(fake: FakeInstance) -> None:
 def test_a_lost_replica_is_named(fake: FakeInstance) -> None:
     fake.handlers[GetStatusReqInput] = lambda _: STATUS
     fake.instance.update(lost_replicas=(1,))
-    (line,) = json.loads(run("ps", "--json").out)
+    (line,) = json.loads(run("ps", "--json", *PATIENT).out)
     assert (line["state"], line["lost_replicas"]) == ("degraded", [1])
     assert "lost      replica 1" in run("status").out.splitlines()
     del fake.handlers[GetStatusReqInput]
@@ -185,13 +185,13 @@ def test_a_lost_replica_is_named(fake: FakeInstance) -> None:
 def test_ps_and_doctor_say_which_scheduler_is_silent(fake: FakeInstance) -> None:
     with FakeInstance("mute") as mute:
         mute.handlers[GetLoadReqInput] = mute.handlers[GetStatusReqInput] = lambda _: []
-        began = time.monotonic()
-        listed = {line["name"]: line for line in json.loads(run("ps", "--json", "--timeout", "0.2").out)}
-        assert time.monotonic() - began < 1.0  # which is what it would wait without --timeout
-        checks = json.loads(run("doctor", "--json", "--timeout", "0.2").out)
+        began = fair_time()
+        listed = {line["name"]: line for line in json.loads(run("ps", "--json", "--timeout", "0.5").out)}
+        assert fair_time() - began < 1.0  # which is what it would wait without --timeout
+        checks = json.loads(run("doctor", "--json", "--timeout", "0.5").out)
     assert (listed["fake"]["state"], listed["fake"]["running"]) == ("ready", 2)
     assert (listed["mute"]["state"], listed["mute"]["running"]) == ("silent", None)
-    assert [check["status"] for check in checks if "mute" in check["detail"] and "0.2 s" in check["detail"]] == ["bad"]
+    assert [check["status"] for check in checks if "mute" in check["detail"] and "0.5 s" in check["detail"]] == ["bad"]
 
 
 def test_who_asks_an_instance_that_has_ended_is_told_which_and_where_to_look(fake: FakeInstance) -> None:
@@ -625,7 +625,7 @@ def test_an_interrupted_update_says_which_weights_serve(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ProgressReport, "_show", interrupt)
-    monkeypatch.setattr(update_weights, "INTERRUPTED_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(update_weights, "INTERRUPTED_TIMEOUT_S", PATIENCE_S if answers else 0.2)
     fake.handlers[UpdateWeightReqInput] = lambda _: [RpcProgress(stage="exchanging")]
     fake.handlers[GetStatusReqInput] = lambda _: STATUS if answers else []
     done = run("update-weights", "x")

@@ -33,7 +33,7 @@ from llmserve.runtime.ports import ipc_address
 from llmserve.runtime.wire import Push
 
 ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"
-WAIT_S = 15
+WAIT_S = 60
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from checkpoints import make_tiny
 from instances import (
     FOREVER,
     PATIENCE_S,
+    PATIENT,
     RunningInstance,
     assert_gone,
     launched,
@@ -111,7 +112,7 @@ def test_every_rank_is_shown_with_its_share(split: RunningInstance, long_model: 
     whole = sum(path.stat().st_size for path in long_model.glob("*.safetensors"))
     assert whole * 0.98 < sum(rank["weight_bytes"] for rank in ranks) < whole * 1.02, "nothing is there twice"
     assert ranks[0]["weight_bytes"] == ranks[1]["weight_bytes"], "each of them has half of the first stage"
-    shown = json.loads(run_cli(split.root, "ps", "--json").stdout)
+    shown = json.loads(run_cli(split.root, "ps", "--json", *PATIENT).stdout)
     (line,) = (line for line in shown if line["name"] == split.name)
     assert [rank["pid"] for rank in line["ranks"]] == [rank["pid"] for rank in ranks]
     assert all(rank["collectives"]["broadcast"]["bytes"] > whole * 0.98 for rank in line["ranks"]), "all receive all"
@@ -317,7 +318,9 @@ def test_operators_reach_all_replicas(replicated: RunningInstance) -> None:
         }
         loads = [(r["running"], r["waiting"]) for r in cli_json(replicated, "status")["replicas"]]
         assert loads == [(2, 0), (2, 0)]
-        (line,) = (line for line in run_cli(replicated.root, "ps").stdout.splitlines() if line.startswith("twins "))
+        (line,) = (
+            line for line in run_cli(replicated.root, "ps", *PATIENT).stdout.splitlines() if line.startswith("twins ")
+        )
         assert line.split()[-2:] == ["2+2", "0+0"]
         aborted = cli_json(replicated, "abort", "--all", "--yes")
         assert sorted(aborted["replicas"]) == aborted["aborted"]
@@ -400,7 +403,7 @@ def test_a_dead_replica_takes_only_its_own_requests(own_root: Path, long_model: 
         assert all(request.status in (200, 503) for request in lost)
         assert text(instance, "Still here")
         assert len(cli_json(instance, "status")["replicas"]) == 1
-        (shown,) = json.loads(run_cli(own_root, "ps", "--json").stdout)
+        (shown,) = json.loads(run_cli(own_root, "ps", "--json", *PATIENT).stdout)
         assert (shown["state"], shown["running"], shown["lost_replicas"]) == ("degraded", 2, [1])
         seen = cli_json(instance, "top", "--once")
         assert (seen["state"], seen["reason"]) == ("degraded", "replica 1 is lost")
