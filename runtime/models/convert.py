@@ -23,14 +23,8 @@ from llmserve.runtime.tethered import run_tethered
 _VERSION = 3
 """Part of the cached names: raised when a conversion changes, so that older results are not used."""
 
-_SLOW_TOKENIZER_FILES = (
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tekken.json",
-)
+_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_SLOW_TOKENIZER_FILES = (*_VOCABULARIES, "tokenizer_config.json", "merges.txt", "special_tokens_map.json")
 _TIMEOUT_S = 300
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>")
@@ -50,7 +44,7 @@ def converted_tokenizer(directory: Path) -> Path:
     ConfigError.
     """
     files = [directory / name for name in _SLOW_TOKENIZER_FILES if (directory / name).is_file()]
-    if not files:
+    if not any(file.name in _VOCABULARIES for file in files):
         raise ConfigError(f"{directory} has no tokenizer: expected tokenizer.json, or tokenizer.model")
     digest = hashlib.sha256()
     for file in files:

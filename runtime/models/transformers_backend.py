@@ -139,7 +139,8 @@ def _make_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
             model: PreTrainedModel = make(hf_config, dtype=dtype, attn_implementation=_ATTENTION)
         model.tie_weights()
     except Exception as error:  # a bad config may make any of a hundred architectures raise anything
-        raise ConfigError(f"transformers cannot make {config.architecture}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"transformers cannot make {config.architecture}: {reason}") from error
     model.train(False)
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise ConfigError(f"{config.architecture} does not take positions, so it cannot be served")

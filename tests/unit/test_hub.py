@@ -78,7 +78,6 @@ def a_config_that_is_no_json(path: Path) -> Path:
 def no_tokenizer(path: Path) -> Path:
     make_tiny(path, "llama")
     (path / "tokenizer.json").unlink()
-    (path / "tokenizer_config.json").unlink()
     return path
 
 
@@ -142,7 +141,7 @@ def test_a_tokenizer_of_an_older_kind_is_converted_once(tmp_path: Path, monkeypa
 def test_a_tokenizer_that_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = make_tiny(tmp_path / "model", "llama")
-    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer.json").rename(directory / "vocab.json")
     child = tmp_path / "child"
     child.write_text("#!/bin/sh\necho Traceback >&2; echo 'ValueError: unlike a tokenizer' >&2; exit 1\n")
     child.chmod(0o755)
