@@ -91,11 +91,7 @@ class RadixTree:
         end, held = self._descend(node, key)
         present = len(held)
         if present < len(pages):
-            child = Node(end, key[present * self._page_bytes :], pages[present:])
-            end.children[child.key[: self._page_bytes]] = child
-            self.num_pages += len(child.pages)
-            self._num_nodes += 1
-            end = child
+            end = self._append(end, key[present * self._page_bytes :], pages[present:], held_by_caller=end is node)
         self._lock(end)
         self.unlock(node)
         return end, np.concatenate((held, pages[present:])), present
@@ -186,14 +182,30 @@ class RadixTree:
             node = child
         return node, np.concatenate(held) if held else NO_PAGES
 
+    def _append(self, end: Node, run: bytes, pages: Pages, held_by_caller: bool) -> Node:
+        """Adds a run after `end`; returns the node that it ends in.
+
+        A leaf that nobody else has locked is made longer. Otherwise a prompt added page by page would become a chain
+        of nodes, one a page, and every lookup would walk it.
+        """
+        self.num_pages += len(pages)
+        if end.parent is not None and not end.children and end.locks == int(held_by_caller):
+            end.key, end.pages = end.key + run, np.concatenate((end.pages, pages))
+            self.num_locked += len(pages) if held_by_caller else 0
+            return end
+        child = end.children[run[: self._page_bytes]] = Node(end, run, pages)
+        self._num_nodes += 1
+        return child
+
     def _common_pages(self, run: bytes, key: bytes | bytearray, position: int) -> int:
         """The length of the common prefix of `run` and key[position:], in full pages."""
-        length = min(len(run), len(key) - position) // self._page_bytes * self._page_bytes
-        ours, theirs = run[:length], key[position : position + length]
-        if ours != theirs:
-            a, b = np.frombuffer(ours, dtype=np.uint8), np.frombuffer(theirs, dtype=np.uint8)
-            length = int(np.argmax(a != b))
-        return length // self._page_bytes
+        if key.startswith(run, position):
+            return len(run) // self._page_bytes
+        count = min(len(run), len(key) - position) // ELEMENT_BYTES
+        ours = np.frombuffer(run, dtype=np.int32, count=count)
+        theirs = np.frombuffer(key, dtype=np.int32, count=count, offset=position)
+        different = np.flatnonzero(ours != theirs)
+        return int(different[0] if len(different) else count) * ELEMENT_BYTES // self._page_bytes
 
     def _split(self, node: Node, count: int) -> Node:
         """Moves the first `count` pages of a node into a new parent, which is returned."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from llmserve.runtime.cache.kv_cache import KVCache, Lease
-from llmserve.runtime.cache.pages import IntegrityError
+from llmserve.runtime.cache.pages import IntegrityError, Pages
 from llmserve.runtime.cache.radix import Node, RadixTree
 from llmserve.runtime.engine.batch import int32_bytes
 
@@ -244,6 +244,32 @@ def test_the_check_finds_a_lease_that_was_forgotten() -> None:
     kv.commit(lease, int32_bytes([1, 1, 1]), 3)
     with pytest.raises(IntegrityError, match="lost or misplaced"):
         kv.check_integrity([])
+
+
+def pages_of(*numbers: int) -> Pages:
+    return np.array(numbers, dtype=np.int32)
+
+
+def test_a_run_that_is_added_page_by_page_is_one_node() -> None:
+    tree = RadixTree(PAGE)
+    end, _ = tree.lock_prefix("", b"")
+    for page, token in enumerate([5, 6, 7]):
+        end, _, _ = tree.extend(end, int32_bytes([token] * PAGE), pages_of(page))
+    assert [node.pages.tolist() for node in tree.nodes()] == [[0, 1, 2]]
+    tree.check_integrity([end])
+    tree.unlock(end)
+    assert tree.evict(2).tolist() == [1, 2]
+
+
+def test_a_run_does_not_grow_into_the_lock_of_another() -> None:
+    tree = RadixTree(PAGE)
+    root, _ = tree.lock_prefix("", b"")
+    mine, _, _ = tree.extend(root, int32_bytes([5] * PAGE), pages_of(0))
+    theirs, _ = tree.lock_prefix("", int32_bytes([5] * PAGE))
+    mine, _, _ = tree.extend(mine, int32_bytes([6] * PAGE), pages_of(1))
+    tree.unlock(mine)
+    assert tree.evict(2).tolist() == [1]  # the first page is still theirs
+    tree.check_integrity([theirs])
 
 
 def test_thousands_of_runs_do_not_grow_the_eviction_heap() -> None:
