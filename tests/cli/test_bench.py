@@ -57,11 +57,16 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": 10, "completion_tokens": body["max_tokens"]}
         usage |= {"prompt_tokens_details": {"cached_tokens": 4}}
         if self.server.status != 200:
+            self.leaves()
             self.answer("application/json", b'{"error": {"message": "full"}}')
         elif not body.get("stream"):
+            self.leaves()
             self.answer("application/json", json.dumps({"choices": [{"text": "all"}], "usage": usage}).encode())
         else:
             self.stream(body["max_tokens"], usage)
+
+    def leaves(self) -> None:
+        """Counted before its client knows."""
         with self.server.lock:
             self.server.at_once -= 1
 
@@ -82,6 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         for number in range(tokens):
             time.sleep(GAP_S if number else FIRST_S)
             self.chunk(json.dumps({"choices": [{"text": " é"}]}, ensure_ascii=False))
+        self.leaves()
         if not self.server.cut:
             self.chunk(json.dumps({"choices": [], "usage": usage}))
             self.chunk("[DONE]")

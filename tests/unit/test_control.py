@@ -473,7 +473,7 @@ def test_status_shows_the_options_and_this_process() -> None:
     assert {"max_model_len", "max_total_tokens", "load_format"} <= set(status.chosen)
     assert "max_running_requests" not in status.chosen
     assert [process.role for process in status.processes] == ["main", "scheduler"]
-    assert all(process.pid > 0 and process.rss_bytes > 1 << 20 for process in status.processes)
+    assert all(process.pid > 0 and process.rss_bytes > 0 for process in status.processes)
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------

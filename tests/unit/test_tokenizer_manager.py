@@ -548,7 +548,7 @@ async def test_outcomes_and_latencies_are_counted(manager: TokenizerManager, sta
     assert sum(found.ttft.counts) == 1
     assert sum(found.e2e.counts) == 1
     assert found.queue.sum == pytest.approx(0.002)
-    assert found.processes[0].rss_bytes > 1 << 20
+    assert found.processes[0].rss_bytes > 0
 
 
 async def test_a_message_that_is_not_for_the_front_is_ignored(manager: TokenizerManager, stack: FakeStack) -> None:
