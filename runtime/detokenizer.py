@@ -1,6 +1,7 @@
 """The detokenizer process: token rows from the scheduler become text rows for the TokenizerManager.
 
-It keeps one IncrementalDecoder per choice, from its first row to its last. Embeddings bypass it."""
+It keeps one IncrementalDecoder per choice, from its first row to its last. Embeddings bypass it.
+"""
 
 import logging
 import time

@@ -21,7 +21,8 @@ MAX_HEAD_BYTES = 64 * 1024
 """Limit on the first line and the headers of a request."""
 KEEP_ALIVE_S = 75
 """How long an idle connection is kept: longer than clients and proxies keep theirs, so that the server never closes one
-on which a client is just sending."""
+on which a client is just sending.
+"""
 
 
 class HttpServer:

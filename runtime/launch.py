@@ -1,7 +1,7 @@
 """Stack: the processes of one instance, from the first spawn to the removal of its directory.
 
-Owns the ready handshake, supervision (one for all) and teardown. It knows nothing of HTTP, signals or terminals:
-serve.py puts a server in front of it, Engine uses it as it is. The child's side of a process is child.py.
+It waits until all are ready, ends the instance when one of them fails, and shuts them down. It does not know of HTTP,
+signals or terminals: serve.py adds an HTTP server, Engine uses it directly. child.py is the side of the child process.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from llmserve.runtime.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 RESUME_EVERY_S = 0.5
-"""During a drain: a pause is seen in the metrics, and one that an update of the weights needs is over soon."""
+"""How often a drain ends pauses: one may be seen late, in the metrics, or be held for a moment by a weight update."""
 
 
 class LaunchError(Exception):
@@ -40,9 +40,10 @@ class LaunchError(Exception):
 
 
 class Stack:
-    """The processes of one instance: `start`, use `tokenizer_manager` while `wait_failed` waits, and `stop` always.
+    """The processes of one instance. Call `start`, use `tokenizer_manager` until `wait_failed` returns, and always
+    `stop`.
 
-    `checkpoint`, `tokenizer_manager` and `facts` (what the scheduler said of itself) exist once `start` has returned.
+    `checkpoint`, `tokenizer_manager` and `facts` (see `facts_of`) are set once `start` has returned.
     """
 
     def __init__(self, args: ServerArgs, observer: LaunchObserver | None = None) -> None:
@@ -60,17 +61,17 @@ class Stack:
         self._detokenizer: ChildProcess
         self._failure: asyncio.Future[LaunchError] | None = None
         self._watchdog: Watchdog | None = None
-        """Once the instance serves."""
+        """Set once the instance serves."""
         self._stopping = False
         self.dismissed = asyncio.Event()
-        """Whether the first node, of which this is not the one, has been stopped."""
+        """Set on a node other than the first when the first node has been stopped."""
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Returns when every process is ready. Raises LaunchError or ConfigError; `stop` is still to be called then.
+        """Returns when every process is ready. Raises LaunchError or ConfigError; call `stop` after those too.
 
-        The registry still says "starting": who takes the requests says `announce_ready` once it does.
+        The registered state stays "starting": the caller calls `announce_ready` once it accepts requests.
         """
         self._failure = asyncio.get_running_loop().create_future()
         if hub.local_path(self.args.model) is not None and alone(self.args):
@@ -130,7 +131,7 @@ class Stack:
         self._watchdog = self._watch()
 
     def announce_ready(self) -> None:
-        """Requests are taken from now on, and whoever waits for that may know."""
+        """Registers the state "ready": requests are accepted from now on."""
         self.instance.update(state="ready")
 
     def _spawn_all(self) -> None:
@@ -164,7 +165,7 @@ class Stack:
 
     @property
     def options(self) -> dict[str, object]:
-        """The options in effect: as given, but for those that the instance has chosen itself."""
+        """The options in effect: as given, with the values that the instance has chosen itself."""
         chosen: dict[str, object] = {name: self.facts[name] for name in self.facts if hasattr(self.args, name)}
         chosen |= {"max_total_tokens": self.facts["kv_tokens"], "load_format": self.checkpoint.format}
         return {**msgspec.to_builtins(self.args), **chosen}
@@ -172,7 +173,7 @@ class Stack:
     # ---- supervision -----------------------------------------------------------------------------------------------
 
     async def wait_failed(self) -> LaunchError:
-        """Returns why the instance cannot go on, when that happens. Its requests have been ended with 503 by then."""
+        """Waits until the instance fails and returns why. Its requests have been ended with 503 by then."""
         assert self._failure is not None
         return await asyncio.shield(self._failure)
 
@@ -202,7 +203,9 @@ class Stack:
         self._fail(reason, exit_code)
 
     def _lose_replica(self, replica: int, reason: str) -> bool:
-        """Ends what is left of a replica, if others serve on; False if none does, or the instance does not serve."""
+        """Kills the other ranks of a failed replica and returns True. Returns False, doing nothing, if it is the last
+        one or the instance is not serving.
+        """
         if self._stopping or self._watchdog is None or self._front is None:
             return False
         others = [number for number in self._front.schedulers.routing.alive if number != replica]
@@ -218,7 +221,7 @@ class Stack:
         return True
 
     def _publish(self) -> None:
-        """Tells the registry which processes and which replicas there are."""
+        """Registers the processes and replicas that are left."""
         alive = self._front.schedulers.routing.alive if self._front is not None else range(self.args.dp_size)
         self.instance.update(
             children=tuple(
@@ -236,7 +239,7 @@ class Stack:
             self._front.fail(reason)
 
     def _watch(self) -> Watchdog:
-        """Ends what hangs: a replica whose ranks do; the instance, if it is the last one or the detokenizer does."""
+        """Ends a replica whose ranks hang, and the instance if that is the last replica or if the detokenizer hangs."""
         front, watchdog = self.tokenizer_manager, Watchdog(self.args.watchdog_timeout)
         watchdog.watch(lambda: front.detokenizer_heard, [self._detokenizer], "has not been heard of", self._fail)
         watchdog.watch(lambda: front.delivered, [self._detokenizer], "delivered nothing", self._fail)
@@ -257,9 +260,9 @@ class Stack:
     # ---- end -------------------------------------------------------------------------------------------------------
 
     async def drain(self) -> int:
-        """Refuses new requests, waits up to drain_timeout for those in flight, and returns how many are left.
+        """Refuses new requests, waits up to `drain_timeout` seconds for those in flight, and returns how many are left.
 
-        A pause ends with it: nothing could end otherwise, and nobody is there to resume what a supervisor stops.
+        Ends a pause: paused requests would never end, and a supervisor that stops the instance does not resume it.
         """
         timeout = self.args.drain_timeout
         log.info("draining timeout_s=%g in_flight=%d", timeout, self.tokenizer_manager.in_flight)
@@ -276,7 +279,7 @@ class Stack:
         return self.tokenizer_manager.in_flight
 
     def fail_requests(self, reason: str) -> int:
-        """Ends what is in flight with 503 and refuses new requests. Returns how many were told."""
+        """Ends the requests in flight with 503 and refuses new ones. Returns how many were in flight."""
         if self._front is None:
             return 0
         left = self._front.in_flight
@@ -284,7 +287,7 @@ class Stack:
         return left
 
     async def stop(self, drain: bool = False) -> None:
-        """Ends every process and removes the directory; with `drain`, after what is in flight. Safe to repeat."""
+        """Ends every process and removes the instance's directory; with `drain`, drains first. May be called again."""
         if drain and not self._stopping and self._watchdog is not None:
             await self.drain()
         self._stopping = True
@@ -298,7 +301,7 @@ class Stack:
         self.instance.release()
 
     def kill(self) -> None:
-        """What `stop` does, at once and without awaiting anything: for a process that is about to exit."""
+        """Like `stop`, but at once and without awaiting: for a process that is about to exit."""
         self._stopping = True
         for child in self._children:
             child.kill()
@@ -311,13 +314,14 @@ LIGHT_ENVIRONMENT = {
     "RAYON_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",
 }
-"""For the detokenizer, which works one row at a time: pools of threads would only cost it memory."""
+"""For the detokenizer, which decodes one request at a time: thread pools would only cost it memory."""
 
 
 def scheduler_environment(args: ServerArgs) -> dict[str, str]:
-    """What OpenMP and gloo read when torch is imported: threads, and which interface the ranks' traffic takes.
+    """The environment of a rank: the number of OpenMP threads, and the network interface that gloo uses.
 
-    They wait passively: spinning at a barrier while another process has the core made loading ten times slower.
+    The threads wait passively: spinning at a barrier while another process has the core made loading ten times
+    slower.
     """
     threads = str(threads_of(args))
     network = {} if alone(args) else network_environment(args)
@@ -325,5 +329,5 @@ def scheduler_environment(args: ServerArgs) -> dict[str, str]:
 
 
 def facts_of(ranks: list[dict[str, Fact]]) -> dict[str, Fact]:
-    """What the first rank says, with the weights of all."""
+    """The facts that the first rank reported when ready, with `weight_bytes` summed over all ranks."""
     return {**ranks[0], "weight_bytes": sum(int(facts["weight_bytes"]) for facts in ranks)}

@@ -1,7 +1,7 @@
 """run_server: one instance with its HTTP front, from the bound port to the exit code.
 
-Owns the signals and the order of start, drain and end. Binding the port is in listener.py, uvicorn in http_server.py,
-the other processes in launch.py.
+It handles the signals, and orders start, drain and end. listener.py binds the port, http_server.py runs uvicorn,
+launch.py runs the other processes.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from llmserve.runtime.threads import in_thread
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.5
-"""How long responses may still be written once their requests have ended."""
+"""How long responses may still be written after their requests have ended."""
 LAST_WORDS_S = 0.2
 """How long open streams have to deliver the error when the server is ended at once."""
 MAX_DESCRIPTORS = 65536

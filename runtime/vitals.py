@@ -1,24 +1,24 @@
-"""Whether a scheduler lives and works, judged by the metrics that it sends.
+"""Vitals: whether a scheduler is alive and makes progress, judged by the metrics that it sends.
 
-`now` is in seconds of time.monotonic, given by the caller.
+The caller passes the time: `now` is time.monotonic() in seconds.
 """
 
 from llmserve.runtime.messages import SchedulerMetrics
 
 SILENCE_S = 5.0
-"""A scheduler that lives sends metrics every second; after this time without any, requests there hang."""
+"""A live scheduler sends metrics every second. After this time without any, its requests are considered to hang."""
 LONG_STEPS = 3
-"""It may also be silent, or make no step, for this many times the longest step of late."""
+"""A scheduler may be silent, or make no step, for this many times its longest recent step, if that is longer."""
 FORGETTING = 0.99
-"""How much of the longest step is remembered from one report to the next: half after a minute."""
+"""The longest step decays by this factor with each report, so to about half in a minute."""
 
 
 class Vitals:
-    """The signs of life of one scheduler."""
+    """The times at which one scheduler last reported and last made progress."""
 
     def __init__(self, now: float) -> None:
         self.heard = now
-        """When metrics came last."""
+        """When metrics last arrived."""
         self.moved = now
         """When it was last seen to make progress."""
         self._longest_step_s = 0.0
@@ -32,7 +32,7 @@ class Vitals:
         self._latest = metrics
 
     def fault(self, now: float) -> str:
-        """What is wrong with it, in words that follow its name; empty when nothing is."""
+        """What is wrong with the scheduler, as a phrase to follow its name; empty when nothing is."""
         limit = max(SILENCE_S, LONG_STEPS * self._longest_step_s)
         if now - self.heard > limit:
             return f"has not been heard of for {now - self.heard:.0f} s"
@@ -42,9 +42,9 @@ class Vitals:
 
 
 def made_progress(before: SchedulerMetrics | None, now: SchedulerMetrics) -> bool:
-    """Whether a scheduler that sent `before`, then `now`, works: it made a step, or lives and has nothing that may run.
+    """Whether a scheduler made progress between two reports: it made a step, or it is alive with nothing to run.
 
-    A pause excuses it only where no step is under way.
+    A paused scheduler has nothing to run, unless a step is still under way.
     """
     if before is None or now.steps_total != before.steps_total:
         return True

@@ -1,6 +1,6 @@
-"""The watchdog: notices that something which should move has stood still for too long.
+"""Watchdog: notices that a value which should keep changing has stayed the same for too long.
 
-It has the processes concerned write their stacks to the log and says why; what ends then is launch.py's.
+It has the processes concerned write their stacks to the log and reports the reason; launch.py decides what to end.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ from llmserve.runtime.proc import is_stopped
 from llmserve.runtime.processes import ChildProcess
 
 TICKS = 10
-"""Looks within a timeout, and at least one a second."""
+"""How many times the value is read within a timeout; at least once a second."""
 STACKS_WAIT_S = 0.5
 
 
 class Watchdog:
-    """Watches any number of signs of life, each until it stands still for `timeout_s`. 0: watches nothing."""
+    """Watches any number of values, each until it has not changed for `timeout_s` seconds. 0 watches nothing."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -29,9 +29,9 @@ class Watchdog:
         fault: str,
         on_hang: Callable[[str], None],
     ) -> None:
-        """Calls `on_hang` with the reason once what `sign` returns has stayed the same for the timeout.
+        """Calls `on_hang` with the reason once the value of `sign` has stayed the same for the timeout.
 
-        The first of `processes` is the one that has the `fault` then ("made no step"); any of them may be the cause.
+        The reason says that the first of `processes` has the `fault` ("made no step"); any of them may be the cause.
         """
         if self._timeout_s:
             self._tasks.append(asyncio.create_task(self._watch(sign, processes, fault, on_hang)))
@@ -67,9 +67,10 @@ class Watchdog:
 
 
 class Standstill:
-    """How long something that is looked at every `tick` seconds has stood still, by a clock that does so with us.
+    """Measures how long a value read every `tick` seconds has not changed, without the time that this process was
+    stopped.
 
-    A main process that was stopped (SIGSTOP, a suspended machine) has not listened meanwhile.
+    While it was stopped (SIGSTOP, a suspended machine), it could not see the value change.
     """
 
     def __init__(self, tick: float) -> None:
@@ -77,7 +78,7 @@ class Standstill:
         self._began = self._looked = time.monotonic()
 
     async def seconds(self) -> float:
-        """Since the last `end`, after another tick."""
+        """Waits a tick, and returns the seconds since the last `end`."""
         await asyncio.sleep(self._tick)
         now = time.monotonic()
         self._began += max(0.0, now - self._looked - 2 * self._tick)
@@ -85,5 +86,5 @@ class Standstill:
         return now - self._began
 
     def end(self) -> None:
-        """It has moved."""
+        """The value has changed: counts from now."""
         self._began = self._looked

@@ -12,7 +12,8 @@ _WORD_BYTES = 4
 class NativeAttention(AttentionBackend):
     """A page holds keys as [Hkv, blocks, D / pack, 16, pack] and values as [Hkv, blocks, 16 / pack, D, pack].
 
-    `pack` numbers fill four bytes, the unit of a dot product instruction."""
+    `pack` numbers fill four bytes, the unit of a dot product instruction.
+    """
 
     name = "native"
 

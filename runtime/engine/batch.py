@@ -48,7 +48,8 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """None: the row does not reach its last known token in this step, so nothing is drawn."""
     prompt_logprobs: int | None = None
     """Not None: logprobs of the tokens that follow each position of this row, with so many alternatives.
-    The token that follows the last position is in `next_token`."""
+    The token that follows the last position is in `next_token`.
+    """
     next_token: int | None = None
     pool: str = ""
     """"mean": return the sum of the final hidden states of the row's tokens; "last": that of its last token."""

@@ -94,7 +94,8 @@ class TransformersModel:
 class TransformersSource:
     """The tensors of a checkpoint (engine/checkpoint.py) under the names that transformers' modules give them.
 
-    Some architectures merge tensors while loading, so transformers loads the whole checkpoint."""
+    Some architectures merge tensors while loading, so transformers loads the whole checkpoint.
+    """
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -240,7 +241,8 @@ def _paged_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, Hq, T, D], key and value [1, Hkv, T, D] to [1, T, Hq, D].
 
-    Raises ConfigError for attention that paged backends do not support, at the latest in the warm-up."""
+    Raises ConfigError for attention that paged backends do not support, at the latest in the warm-up.
+    """
     step: _Step = module.llmserve_step
     config = step.config
     other = attention_mask is not None or any(kwargs.get(name) is not None for name in _NOT_PAGED)

@@ -36,7 +36,8 @@ class Request:
 
     0 <= computed <= scheduled <= known. A token is known once it is part of the sequence; scheduled once a submitted
     step computes it; computed once the result of that step has been applied, so that its KV is in its page.
-    Retraction only resets computed and scheduled to 0; the request then catches up again."""
+    Retraction only resets computed and scheduled to 0; the request then catches up again.
+    """
 
     __slots__ = (
         "arrival",
