@@ -7,13 +7,13 @@ def duration(seconds: float | None) -> str:
         return "-"
     if seconds <= 0:
         return "0s"
-    if seconds < 0.001:
+    if seconds < 0.0009995:  # what would be rounded to 1000us
         return f"{seconds * 1e6:.0f}us"
-    if seconds < 1:
-        return f"{seconds * 1e3:.0f}ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f}ms"
-    if seconds < 60:
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f}ms" if seconds >= 0.00995 else f"{seconds * 1e3:.1f}ms"
+    if seconds < 59.95:
         return f"{seconds:.1f}s"
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, rest = divmod(max(60, int(seconds)), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
     hours, minutes = divmod(minutes, 60)
@@ -26,8 +26,8 @@ def duration(seconds: float | None) -> str:
 def size(count: float) -> str:
     """A number of bytes in binary units: 512 B, 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.1f} {unit}"
+        if abs(count) < 1023.5:  # what would be rounded to 1024
+            return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 99.95 else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
 
@@ -37,7 +37,7 @@ def number(count: float) -> str:
     for limit, unit in ((1e3, ""), (1e6, "k"), (1e9, "M")):
         if abs(count) < limit * 0.9995:
             scaled = count / (limit / 1e3)
-            return f"{scaled:.0f}{unit}" if not unit or scaled >= 100 else f"{scaled:.1f}{unit}"
+            return f"{scaled:.0f}{unit}" if not unit or abs(scaled) >= 99.95 else f"{scaled:.1f}{unit}"
     return f"{count / 1e9:.1f}G"
 
 

@@ -13,6 +13,7 @@ from llmserve.cli.console import printable
         (0.0042, "4.2ms"),
         (0.012, "12ms"),
         (3.44, "3.4s"),
+        *((0.0009996, "1.0ms"), (0.00999, "10ms"), (0.9997, "1.0s"), (59.97, "1m00s"), (119.9, "1m59s")),
         (125, "2m05s"),
         (12000, "3h20m"),
         (86400 * 4 + 7300, "4d02h"),
@@ -23,14 +24,23 @@ def test_duration(seconds: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (300 * 2**20, "300 MiB"), (2**41, "2.0 TiB")]
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (300 * 2**20, "300 MiB"),
+        (2**20 - 9, "1.0 MiB"),
+        (2**41, "2.0 TiB"),
+    ],
 )
 def test_size(count: int, text: str) -> None:
     assert format.size(count) == text
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (999, "999"), (1000, "1.0k"), (12345, "12.3k"), (999_999, "1.0M"), (4.5e6, "4.5M")]
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (1000, "1.0k"), (12345, "12.3k"), (99_960, "100k"), (999_999, "1.0M"), (4.5e6, "4.5M")],
 )
 def test_number(count: float, text: str) -> None:
     assert format.number(count) == text
