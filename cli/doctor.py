@@ -93,6 +93,9 @@ def examine(fix: bool, port: int, timeout_s: float) -> Iterator[Finding]:
     yield memory()
     running = {}
     for record in alive:
+        if record.state == "starting":
+            yield starting(record)
+            continue
         yield from lost(record)
         answers, failure = ask(record, timeout_s)
         if answers:
@@ -235,6 +238,14 @@ def ask(record: InstanceRecord, timeout_s: float) -> "tuple[list[GetStatusReqOut
             return list(answers.values()), answers.failure
     except RpcCallError as error:
         return [], error
+
+
+def starting(record: InstanceRecord) -> Finding:
+    """An instance that does not answer yet, and for how long."""
+    detail = f'"{record.name}" has been starting for {format.duration(time.time() - record.created)}'
+    if record.stopped:
+        return Finding("scheduler", "bad", f"{detail}: {record.stopped}")
+    return Finding("scheduler", "ok", f"{detail}; `llmserve logs -i {record.name}` tells how far it is")
 
 
 def lost(record: InstanceRecord) -> Iterator[Finding]:

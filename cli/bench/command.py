@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import typer
 
 from llmserve.cli import format
-from llmserve.cli.answer import ApiKeyFileOption, api_key
+from llmserve.cli.answer import ApiKeyFileOption, api_key, refusal
 from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
 from llmserve.cli.console import Console
 from llmserve.runtime.listener import url_of
@@ -136,9 +136,9 @@ def first_model(url: str, headers: dict[str, str]) -> str:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=10.0, trust_env=False)
         return str(answer.raise_for_status().json()["data"][0]["id"])
     except httpx.HTTPStatusError as error:
-        status = error.response.status_code
-        code = ExitCode.DENIED if status in (401, 403) else ExitCode.FAILED
-        raise CommandError(f"{url}/v1/models answers HTTP {status}; give --model", code) from None
+        if error.response.status_code in (401, 403, 503):
+            raise refusal(error.response) from None
+        raise CommandError(f"{url}/v1/models answers HTTP {error.response.status_code}; give --model") from None
     except httpx.HTTPError as error:
         raise CommandError(f"cannot reach {url}: {error}", ExitCode.UNAVAILABLE) from None
     except (ValueError, KeyError, IndexError, TypeError):

@@ -46,7 +46,8 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.answer("application/json", json.dumps({"data": [{"id": "tiny"}]}).encode())
+        found = {"data": [{"id": "tiny"}]} if self.server.status == 200 else {"error": {"message": "still loading"}}
+        self.answer("application/json", json.dumps(found).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -223,6 +224,21 @@ def test_errors_are_counted_and_fail_the_command(server: Server) -> None:
     done = run("bench", "--url", server.url, "-n", "1", "--output-tokens", "1")
     assert done.code == 1
     assert "ended before [DONE]" in done.err
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "says"),
+    [
+        (503, 69, "still loading (HTTP 503)"),
+        (401, 77, "still loading (HTTP 401); give the key by --api-key-file or LLMSERVE_API_KEY"),
+        (404, 1, "/v1/models answers HTTP 404; give --model"),
+    ],
+)
+def test_why_a_server_names_no_model_is_said(server: Server, status: int, code: int, says: str) -> None:
+    server.status = status
+    done = run("bench", "--url", server.url, "-n", "1")
+    assert (done.code, done.out) == (code, "")
+    assert done.err.endswith(f"{says}\n")
 
 
 def test_a_server_that_hangs_is_an_error_after_the_timeout(server: Server) -> None:

@@ -25,6 +25,7 @@ from llmserve.cli.commands import COMMANDS
 from llmserve.cli.main import app
 from llmserve.cli.rpc import ProgressReport
 from llmserve.runtime.decision import decided
+from llmserve.runtime.instance import InstanceRecord
 from llmserve.runtime.messages import (
     AbortReqInput,
     AbortReqOutput,
@@ -99,6 +100,15 @@ def test_an_instance_that_starts_is_not_said_to_be_dead(fake: FakeInstance) -> N
     fake.instance.update(state="starting")
     result = run("requests")
     assert (result.code, result.err) == (69, 'llmserve: instance "fake" is still starting\n')
+
+
+def test_doctor_leaves_an_instance_that_starts_its_time(fake: FakeInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.instance.update(state="starting")
+    finding = lambda: next(f for f in json.loads(run("doctor", "--json").out) if '"fake"' in f["detail"])  # noqa: E731
+    assert finding()["status"] == "ok"
+    assert finding()["detail"].startswith('"fake" has been starting for ')
+    monkeypatch.setattr(InstanceRecord, "stopped", "its main process 1 is stopped")
+    assert (finding()["status"], finding()["detail"].split(": ")[1]) == ("bad", "its main process 1 is stopped")
 
 
 def test_two_instances_need_a_name(fake: FakeInstance) -> None:
