@@ -147,7 +147,8 @@ def overview(frame: Frame, room: int) -> list[Line]:
 def blocks(frame: Frame, room: int) -> list[Line]:
     """The panels, in the richest arrangement that leaves the table some lines."""
     width = frame.width
-    graphs = panels.load(frame, width) + panels.cache(frame, width)
+    load = panels.load(frame, width)
+    graphs = load + panels.cache(frame, width)
     latency, latency_line = panels.latency(frame, width), panels.latency_lines(frame)
     replicas, waits = panels.replicas(frame), panels.waits(frame)
     sparse = panels.load_line(frame) + panels.cache_line(frame)
@@ -158,6 +159,7 @@ def blocks(frame: Frame, room: int) -> list[Line]:
         richest,
         graphs + latency + replicas + waits,
         graphs + latency_line + replicas + waits,
+        load + panels.cache_line(frame) + latency_line + replicas + waits,
         sparse + latency_line + replicas + waits,
         sparse + latency_line,
     )

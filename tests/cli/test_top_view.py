@@ -227,6 +227,16 @@ def test_ranks_and_stages_are_shown_with_how_long_they_wait(snapshot: Snapshot, 
     assert all("…" not in line for line in text.splitlines()[:15])
 
 
+def test_what_has_room_is_shown(snapshot: Snapshot) -> None:
+    """On the usual terminal stages and a table of eight take the place of the pool's block, not of the load's too."""
+    ranks = tuple(rank_of(snapshot, pp_rank=stage) for stage in (0, 1))
+    full = msgspec.structs.replace(snapshot, processes=ranks, requests=snapshot.requests * 2)
+    text = drawn(full, 80, 24)
+    assert "decode     100 tok/s" in text
+    assert "waits    pp0 25%  pp1 50%" in text
+    assert text.count("cmpl-") == 4
+
+
 @pytest.mark.parametrize("size", [(80, 24), (200, 50)])
 def test_replicas_are_shown_with_what_each_has_to_do(snapshot: Snapshot, size: tuple[int, int]) -> None:
     busy = Replica(dp_rank=0, state="ready", running=7, waiting=2, kv_used=90, kv_total=100, heartbeat_age_s=0.4)
