@@ -20,8 +20,11 @@ def parse_config(config: Json, generation: Json | None = None) -> ModelConfig:
     Raises ConfigError for a model that cannot be served.
     """
     try:
-        model = _parse(config, generation or {})
-        return msgspec.convert(msgspec.to_builtins(model), ModelConfig)  # checks every type and size
+        parsed = _parse(config, generation or {})
+        model = msgspec.convert(msgspec.to_builtins(parsed), ModelConfig)  # checks every type and size
+        # What is no row of the vocabulary is never generated, so it ends nothing.
+        stop = tuple(token_id for token_id in model.eos_token_ids if 0 <= token_id < model.vocab_size)
+        return msgspec.structs.replace(model, eos_token_ids=stop)
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
