@@ -5,6 +5,7 @@ scheduler/control.py.
 """
 
 import contextlib
+import os
 import secrets
 import socket
 import time
@@ -134,17 +135,14 @@ class _Client:
         self.address = target if isinstance(target, str) else rpc_address(target)
         self.timeout_s = timeout_s
         self._idle: list[Dealer] = []
+        self._listener = 0
 
     @contextlib.contextmanager
     def _calling(
         self, request: ControlRequest[AnswerT], timeout_s: float | None, on_progress: OnProgress | None
     ) -> Iterator[tuple[Call[AnswerT], Dealer]]:
         call = Call(request, self.address, self.timeout_s if timeout_s is None else timeout_s, on_progress)
-        if self._idle:
-            dealer = self._idle.pop()
-        else:
-            probe(self.address)
-            dealer = Dealer(self.address)
+        dealer = self._connected()
         try:
             dealer.send(call.envelope)
             yield call, dealer
@@ -152,6 +150,17 @@ class _Client:
             dealer.close()  # the server notices at its next progress message
             raise
         self._idle.append(dealer)
+
+    def _connected(self) -> Dealer:
+        """A socket to the server that listens now: one that does not know yet of a restart would lose the request."""
+        listener = listener_at(self.address)
+        if listener != self._listener:
+            self.close()
+            self._listener = listener
+        if self._idle:
+            return self._idle.pop()
+        probe(self.address)
+        return Dealer(self.address)
 
     def close(self) -> None:
         while self._idle:
@@ -205,6 +214,14 @@ class AsyncRpcClient(_Client):
 
 def rpc_address(record: InstanceRecord) -> str:
     return (*record.rpc_addresses, PortArgs.init_new(record.directory).rpc_ipc_name)[0]
+
+
+def listener_at(address: str) -> int:
+    """A number that differs from that of whoever listened at `address` before; 0 while nobody does."""
+    try:
+        return os.stat(address.removeprefix("ipc://")).st_ctime_ns
+    except OSError:
+        return 0
 
 
 def probe(address: str) -> None:
