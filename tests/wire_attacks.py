@@ -110,7 +110,7 @@ def zmtp_connection(address: str, socket_type: bytes) -> socket.socket:
     Raises ConnectionError when it was not let in.
     """
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(10.0)
+    connection.settimeout(60.0)
     connection.connect(address.removeprefix("ipc://"))
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type

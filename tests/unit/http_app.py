@@ -14,6 +14,7 @@ import small_tokenizers
 import uvicorn
 
 from fake_tokenizer_manager import FakeTokenizerManager, Script
+from instances import PATIENCE_S
 from llmserve.runtime.client import RpcCallError
 from llmserve.runtime.config import Secrets, ServerArgs
 from llmserve.runtime.messages import Message
@@ -135,7 +136,7 @@ async def ask(address: tuple[str, int], path: str, body: dict[str, object]) -> a
     return writer
 
 
-async def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Polls; raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while not condition():

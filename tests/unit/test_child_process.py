@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from instances import assert_gone
+from instances import PATIENCE_S, assert_gone
 from llmserve.runtime.child import ChildInit, Failed, Progress, Status
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.models.configs import ModelConfig
@@ -64,10 +64,10 @@ class Child:
         self.statuses.append(status)
 
     async def ready(self) -> dict[str, int | float | str]:
-        return (await asyncio.wait_for(asyncio.shield(self.process.ready), 10)).facts
+        return (await asyncio.wait_for(asyncio.shield(self.process.ready), PATIENCE_S)).facts
 
     async def ended(self) -> int:
-        return await asyncio.wait_for(asyncio.shield(self.process.ended), 10)
+        return await asyncio.wait_for(asyncio.shield(self.process.ended), PATIENCE_S)
 
 
 async def test_the_handshake(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ async def test_a_config_error_is_told_as_it_is(tmp_path: Path) -> None:
 async def test_a_module_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     (tmp_path / "role.py").write_text("import a_library_that_is_not_there")
     process = ChildProcess("scheduler", "role", "test", {"PYTHONPATH": str(tmp_path)}, lambda *_: None)
-    assert await asyncio.wait_for(process.ended, 10) == 1
+    assert await asyncio.wait_for(process.ended, PATIENCE_S) == 1
     assert process.failure == Failed("ModuleNotFoundError: No module named 'a_library_that_is_not_there'", 1)
 
 
@@ -136,12 +136,12 @@ async def test_stacks_are_written_even_from_native_code(tmp_path: Path, capfd: p
     child = Child("report.ready(); time.sleep(60)", tmp_path)
     await child.ready()
     child.process.dump_stacks()
-    for _ in range(100):
-        text = capfd.readouterr().err
-        if "role.py" in text:
-            break
-        await asyncio.sleep(0.02)
-    assert "in run" in text
+    text = ""
+    async with asyncio.timeout(PATIENCE_S):
+        while "in run" not in text:
+            await asyncio.sleep(0.02)
+            text += capfd.readouterr().err
+    assert "role.py" in text
     assert not child.process.ended.done()
     await child.process.wait_killed()
 
@@ -180,7 +180,7 @@ def test_a_killed_parent_leaves_no_child(tmp_path: Path, when: str, module: str)
         time.sleep(1)
     parent.kill()
     parent.wait()
-    assert_gone([child], 3)
+    assert_gone([child])
 
 
 async def test_a_child_ends_with_what_it_has_started(tmp_path: Path) -> None:
@@ -192,4 +192,4 @@ async def test_a_child_ends_with_what_it_has_started(tmp_path: Path) -> None:
     child = Child(body, tmp_path)
     grandchild = psutil.Process(int((await child.ready())["pid"]))
     await child.process.wait_killed()
-    assert_gone([grandchild], 3)
+    assert_gone([grandchild])

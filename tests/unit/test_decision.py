@@ -47,7 +47,7 @@ class Replica(Updated):
         self.turn_until(lambda: self.stage == "prepared")
 
     def turn_until(self, condition: "object") -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not condition():  # type: ignore[operator]
             assert time.monotonic() < deadline
             self.turn()

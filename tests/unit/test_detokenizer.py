@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import small_tokenizers
 
+from instances import PATIENCE_S
 from llmserve.runtime import detokenizer
 from llmserve.runtime.child import Reporter
 from llmserve.runtime.detokenizer import Detokenizer
@@ -123,7 +124,7 @@ def run_process(directory: Path, rows: Sequence[TokenIDRow] = ()) -> tuple[Pull,
     init: Any = type("Init", (), {"ports": ports, "checkpoint": checkpoint})
     ready = Ready()
     threading.Thread(target=detokenizer.run, args=(init, ready), daemon=True).start()
-    assert ready.event.wait(10)
+    assert ready.event.wait(PATIENCE_S)
     return front, scheduler
 
 
@@ -131,7 +132,7 @@ def messages_until(front: Pull, last: Callable[[Message], bool]) -> list[Message
     """What the front is sent, up to the message that is `last`."""
     received: list[Message] = []
     poller = Poller(front)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not received or not last(received[-1]):
         assert time.monotonic() < deadline
         message = front.recv()

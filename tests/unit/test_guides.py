@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from scheduler_harness import Harness, prompt_of
 from tokenizers import Tokenizer as Backend
 
+from instances import PATIENCE_S
 from llmserve.runtime.grammar import grammar_of
 from llmserve.runtime.messages import AbortReqInput, Constraint, SamplingParams
 from llmserve.runtime.scheduler.guides import GrammarError, Guide, Guides, Program, vocabulary_of
@@ -182,7 +183,7 @@ class Letters:
             self.may_compile.set()
 
         def vocabulary() -> LLTokenizer:
-            self.may_compile.wait(10)
+            self.may_compile.wait(PATIENCE_S)
             return vocabulary_of(self.tokenizer, size, [self.end])
 
         worker = FakeWorker(vocab_size=size, eos_token_ids=(self.end,), num_pages=int(options.pop("pages", 64)))  # type: ignore[call-overload]
@@ -190,7 +191,7 @@ class Letters:
 
     def run(self) -> None:
         """Until nothing happens and no grammar is being compiled."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while self.harness.turn() or self.harness.scheduler.guides.poll():
             assert time.monotonic() < deadline
 
@@ -232,8 +233,11 @@ def test_retraction_and_many_in_flight_change_nothing(tmp_path: Path) -> None:
         alone.run()
     for depth in (1, 3):
         crowded = Letters(tmp_path, depth, pages=14, chunked_prefill_size=8)
+        crowded.harness.scheduler.pause("retract")  # until all grammars are compiled
         for number in range(6):
             crowded.harness.send(f"r{number}", prompt_of(9, number), params=GREEDY, grammar=regex(pattern))
+        crowded.run()
+        crowded.harness.scheduler.resume()
         crowded.run()
         assert crowded.harness.scheduler.results.counters.retractions > 0
         for number in range(6):

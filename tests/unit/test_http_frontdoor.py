@@ -207,7 +207,7 @@ async def test_a_client_that_leaves_has_its_request_aborted(
             writer = await ask(address, path, {**body, "stream": stream, "rid": "leaver"})
             await wait_until(lambda: "leaver" in app.manager.in_flight)
             writer.close()
-            await wait_until(lambda: app.manager.aborted == ["leaver"], timeout_s=1)
+            await wait_until(lambda: app.manager.aborted == ["leaver"])
             async with httpx.AsyncClient() as http:
                 assert (await http.get(f"http://127.0.0.1:{address[1]}/health")).status_code == 200
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING or "llmserve" in record.name]
@@ -220,7 +220,7 @@ async def test_a_client_that_leaves_before_the_first_row_is_aborted_too(tokenize
             writer = await ask(address, path, {**body, "rid": path})
             await wait_until(lambda path=path: path in app.manager.in_flight)  # type: ignore[misc]
             writer.close()
-            await wait_until(lambda path=path: path in app.manager.aborted, timeout_s=1)  # type: ignore[misc]
+            await wait_until(lambda path=path: path in app.manager.aborted)  # type: ignore[misc]
 
 
 async def test_a_client_that_stays_is_not_aborted(tokenizer: Tokenizer) -> None:
@@ -245,7 +245,7 @@ async def test_a_client_that_stops_reading_stalls_nobody_else(tokenizer: Tokeniz
         async with httpx.AsyncClient() as http:
             assert (await http.get(f"http://127.0.0.1:{address[1]}/health")).status_code == 200
         writer.transport.abort()
-        await wait_until(lambda: app.manager.aborted == ["stuck"], timeout_s=2)
+        await wait_until(lambda: app.manager.aborted == ["stuck"])
 
 
 async def test_sse_headers_keep_proxies_from_holding_events_back(app: App) -> None:

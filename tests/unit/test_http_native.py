@@ -1,11 +1,11 @@
 """The native routes and those that tell of the server, over scripted rows."""
 
 import json
-import time
 
 import pytest
 from http_app import MODEL, App, make_tokenizer
 
+from instances import fair_time
 from llmserve.runtime.messages import FinishReason, SchedulerMetrics
 from llmserve.runtime.tokenizer import Tokenizer
 
@@ -196,9 +196,9 @@ async def test_health_without_a_body(app: App) -> None:
 
 async def test_health_answers_at_once(app: App) -> None:
     app.manager.script.delay_s = 30
-    began = time.perf_counter()
+    began = fair_time()
     assert (await app.http.get("/health")).status_code == 200
-    assert time.perf_counter() - began < 0.5
+    assert fair_time() - began < 0.5
 
 
 async def test_metrics_are_prometheus_text(app: App) -> None:

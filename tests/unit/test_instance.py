@@ -252,7 +252,7 @@ def test_a_process_that_waits_for_its_parent_is_dead() -> None:
         signal.pause()
     assert process_start_time(child) is not None
     os.kill(child, signal.SIGKILL)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while process_start_time(child) is not None:
         assert time.monotonic() < deadline
     os.waitpid(child, 0)

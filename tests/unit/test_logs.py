@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from instances import PATIENCE_S
 from llmserve.runtime import logs
 
 
@@ -37,7 +38,9 @@ async def test_a_log_that_has_grown_too_long_begins_anew(tmp_path: Path, monkeyp
         assert path.read_text() == "x" * 100
         writer.write("y")
         writer.flush()
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(PATIENCE_S):
+            while path.stat().st_size:
+                await asyncio.sleep(0.01)
         writer.write("after")
         writer.flush()
         assert path.read_text() == "after"

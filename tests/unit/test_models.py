@@ -273,7 +273,7 @@ def test_attention_scale_and_stop_tokens(tmp_path: Path) -> None:
     assert parse_config(config).attention_scale == 0.125
     assert parse_config(config).eos_token_ids == (7,)
     assert parse_config(config, {"eos_token_id": [9, 8]}).eos_token_ids == (9, 8)
-    assert parse_config(config, {"eos_token_id": [-1, 9, config["vocab_size"]]}).eos_token_ids == (9,)
+    assert parse_config(config, {"eos_token_id": [-1, 9, 32000]}).eos_token_ids == (9,)
 
 
 @pytest.mark.parametrize(

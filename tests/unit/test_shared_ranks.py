@@ -11,6 +11,7 @@ import torch
 from forked import run_ranks
 from torch import Tensor
 
+from instances import PATIENCE_S, fair_time
 from llmserve.runtime.distributed.collectives import all_gather, all_reduce, broadcast, least, receive, send, total
 from llmserve.runtime.distributed.errors import RankLost
 from llmserve.runtime.distributed.groups import Topology
@@ -68,15 +69,15 @@ def assert_same(found: Any, expected: Tensor) -> None:
     assert torch.equal(torch.from_numpy(found), expected.float())
 
 
-def lose_a_rank(topology: Topology, how: str, operation: str) -> tuple[str, float]:
-    """Rank 1 is killed or does nothing; what the others are told, and after how many seconds."""
+def lose_a_rank(topology: Topology, how: str, operation: str) -> tuple[str, float, float]:
+    """Rank 1 is killed or does nothing; what the others are told, and after how many seconds, also by `fair_time`."""
     group, x = topology.tp, torch.ones(4)
-    all_reduce(x, group)
+    least(0, topology.weights, torch.device("cpu"))  # a group that waits until all have come
     if group.rank == 1:
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(30)
-    began = time.monotonic()
+        time.sleep(PATIENCE_S)
+    began, fair_began = time.monotonic(), fair_time()
     with pytest.raises(RankLost) as raised:  # noqa: PT012
         if operation == "all_reduce":
             all_reduce(x, group)
@@ -85,19 +86,19 @@ def lose_a_rank(topology: Topology, how: str, operation: str) -> tuple[str, floa
         else:
             for _ in range(5):  # what the ring holds is taken without the reader
                 send(torch.empty(CHUNK, dtype=torch.uint8), 1, group)
-    return str(raised.value), time.monotonic() - began
+    return str(raised.value), time.monotonic() - began, fair_time() - fair_began
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "receive", "send"])
 def test_a_rank_that_dies_is_missed(operation: str, tmp_path: Path) -> None:
-    ((text, seconds),) = run_ranks(3, 1, tmp_path / "ranks", lose_a_rank, "dies", operation, first_is_enough=True)
+    ((text, _, seconds),) = run_ranks(3, 1, tmp_path / "ranks", lose_a_rank, "dies", operation, first_is_enough=True)
     assert text == "rank 1 of 3 has ended"
     assert seconds < 5
 
 
 def test_a_rank_that_does_not_answer_is_missed(tmp_path: Path) -> None:
     arguments = ("hangs", "all_reduce")
-    ((text, seconds),) = run_ranks(
+    ((text, seconds, _),) = run_ranks(
         2, 1, tmp_path / "ranks", lose_a_rank, *arguments, first_is_enough=True, timeout_s=0.5
     )
     assert text == "a rank has not answered for 0.5 s"

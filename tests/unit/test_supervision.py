@@ -24,7 +24,7 @@ def test_an_abandoned_thread_holds_nothing_up() -> None:
 
     def work() -> None:
         left.append(threading.current_thread())
-        release.wait(10)
+        release.wait(60)
 
     async def give_up() -> None:
         with pytest.raises(TimeoutError):
@@ -34,7 +34,7 @@ def test_an_abandoned_thread_holds_nothing_up() -> None:
     assert left[0].is_alive()
     assert left[0].daemon
     release.set()
-    left[0].join(5)
+    left[0].join(60)
     assert not left[0].is_alive()
 
 

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import small_tokenizers
 
+from instances import PATIENCE_S
 from llmserve.runtime import tokenizer_manager
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.detokenizer import Detokenizer
@@ -62,7 +63,7 @@ class FakeStack:
 
     async def receive(self) -> Any:
         """The next message of the manager."""
-        return await asyncio.wait_for(self.inbox.arecv(), 5)
+        return await asyncio.wait_for(self.inbox.arecv(), PATIENCE_S)
 
     async def receives_nothing(self) -> bool:
         await asyncio.sleep(0.05)
@@ -339,7 +340,7 @@ async def test_failing_ends_all_in_flight_with_503(manager: TokenizerManager, st
     manager.fail("the scheduler died")
     for task in (*waiting, embedding):
         with pytest.raises(RequestError, match="the scheduler died") as caught:
-            await asyncio.wait_for(task, 1)
+            await asyncio.wait_for(task, PATIENCE_S)
         assert caught.value.status == 503
     with pytest.raises(RequestError, match="the scheduler died"):
         await collect(manager, request())
