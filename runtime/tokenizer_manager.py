@@ -1,9 +1,8 @@
 """TokenizerManager: tokenizes requests, sends them to a scheduler, and streams the rows that come back to their
 consumers.
 
-It lives in the main process, in one event loop, and knows neither HTTP nor the model. A request stays registered under
-its rid from its dispatch until every choice has had its last row, even when its consumer has left, so that rows of an
-abandoned request are never taken for those of a new one with the same rid.
+It lives in the main process, in one event loop, and knows neither HTTP nor the model. in_flight.py keeps the requests
+and delivers their rows.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from typing import Literal
 import psutil
 
 from llmserve.runtime.config import ServerArgs
-from llmserve.runtime.in_flight import AnyInFlight, InFlight
+from llmserve.runtime.in_flight import AnyInFlight, InFlight, RequestsInFlight
 from llmserve.runtime.messages import (
     AbortReqInput,
     BatchEmbeddingOutput,
@@ -26,7 +25,6 @@ from llmserve.runtime.messages import (
     ContinueGenerationReqInput,
     EmbeddingReqInput,
     EmbeddingRow,
-    FinishReason,
     GenerateReqInput,
     Heartbeat,
     HttpMetrics,
@@ -36,7 +34,6 @@ from llmserve.runtime.messages import (
     SchedulerMetrics,
     StrRow,
     SubscribeMetricsReqInput,
-    TokenIDRow,
     TokenizedReqInput,
     TokenizerManagerInput,
 )
@@ -85,7 +82,7 @@ class TokenizerManager:
         self.announce: Callable[[State], None] = lambda state: None
         """Called when an operator's drain begins and when it ends."""
         self._ports = ports
-        self._in_flight: dict[str, AnyInFlight] = {}
+        self._in_flight = RequestsInFlight(self.metrics, self.schedulers.routing)
         self._tokenizing: set[str] = set()
         self._tokenization = Tokenization(args, checkpoint.config, tokenizer)
         self._failure = ""
@@ -149,11 +146,7 @@ class TokenizerManager:
             return
         self.state = "dead"
         self._failure = reason
-        log.info("ending all requests reason=%r in_flight=%d", reason, len(self._in_flight))
-        for request in self._in_flight.values():
-            request.fail(RequestError(503, f"the request was lost: {reason}", code="server_failed"))
-            self.metrics.count_outcome("error", len(request.open))
-        self._in_flight.clear()
+        self._in_flight.fail(reason)
 
     @property
     def scheduler_metrics(self) -> SchedulerMetrics | None:
@@ -167,31 +160,13 @@ class TokenizerManager:
         detokenizer a little later, have come back.
         """
         self.schedulers.lose(replica)
-        lost = {rid: request for rid, request in self._in_flight.items() if request.replica == replica}
-        log.error("ending the requests of a replica dp_rank=%d reason=%r in_flight=%d", replica, reason, len(lost))
-        for request in lost.values():
-            request.fail(RequestError(503, f"the request was lost: {reason}", code="server_failed"))
-            request.abandoned = True
+        lost = self._in_flight.fail_replica(replica, reason)
         asyncio.get_running_loop().call_later(LAST_ROWS_S, self._send_last_rows, lost)
 
     def _send_last_rows(self, lost: dict[str, AnyInFlight]) -> None:
-        ended = FinishReason(type="error", status=503, message="the replica has died")
-        rows = [
-            TokenIDRow(
-                rid=rid,
-                index=index,
-                output_ids=b"",
-                prompt_tokens=0,
-                cached_tokens=0,
-                completion_tokens=0,
-                finish=ended,
-            )
-            for rid, request in lost.items()
-            if self._in_flight.get(rid) is request
-            for index in sorted(request.open)
-        ]
+        rows = self._in_flight.last_rows(lost)
         if rows and self._detokenizer is not None:
-            self._detokenizer.send(BatchTokenIDOutput(rows=tuple(rows)))
+            self._detokenizer.send(BatchTokenIDOutput(rows=rows))
 
     async def close(self) -> None:
         """Ends what is in flight and closes the sockets."""
@@ -245,7 +220,7 @@ class TokenizerManager:
         """Whether requests are open although the schedulers are idle: their last rows are under way, or lost."""
         metrics = self.scheduler_metrics
         idle = metrics is not None and metrics.running + metrics.waiting == 0
-        return bool(self._in_flight) and idle and self.schedulers.silence_s(time.monotonic()) < FRESH_S
+        return len(self._in_flight) > 0 and idle and self.schedulers.silence_s(time.monotonic()) < FRESH_S
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -288,9 +263,10 @@ class TokenizerManager:
 
     def abort(self, rid: str, message: str = "aborted") -> bool:
         """Asks the scheduler to end a request; its consumer gets rows that finish with "abort". False: no such rid."""
-        if rid not in self._in_flight:
+        request = self._in_flight.get(rid)
+        if request is None:
             return False
-        self._push_out(AbortReqInput(rids=(rid,), message=message), self._in_flight[rid].replica)
+        self._push_out(AbortReqInput(rids=(rid,), message=message), request.replica)
         return True
 
     def http_metrics(self) -> HttpMetrics:
@@ -358,8 +334,7 @@ class TokenizerManager:
         """Sends the request and registers it. There is no await between here and the consumer's `finally`."""
         request.replica = self.schedulers.route(message, time.monotonic())
         self._push_out(message, request.replica)  # first, so that a message too large for a frame leaves nothing behind
-        self.schedulers.routing.started(request.replica, request.choices)
-        self._in_flight[message.rid] = request
+        self._in_flight.add(message.rid, request)
 
     def _push_out(self, message: SchedulerInput, replica: int) -> None:
         if self.schedulers.send(message, replica) and self._flushing is None:
@@ -375,9 +350,7 @@ class TokenizerManager:
 
     def _leave(self, rid: str, request: AnyInFlight) -> None:
         """The consumer has left. An unfinished request is aborted, and stays registered until its last rows come."""
-        if request.open and self._in_flight.get(rid) is request:
-            request.abandoned = True
-            request.rows.clear()
+        if self._in_flight.abandon(rid, request):
             self._push_out(AbortReqInput(rids=(rid,), message="the client has left"), request.replica)
             log.info("abandoned rid=%r open_choices=%d", rid, len(request.open))
 
@@ -396,42 +369,8 @@ class TokenizerManager:
                     log.warning("no metrics for watcher=%r reason=%s", message.endpoint, error)
 
     def _deliver(self, batch: BatchStrOutput | BatchEmbeddingOutput) -> None:
-        now = time.perf_counter()
         self._delivered = time.monotonic()
-        for row in batch.rows:
-            request = self._in_flight.get(row.rid)
-            if request is None or row.index not in request.open:
-                continue
-            try:
-                self._take(row, request, now)
-            except Exception:
-                log.exception("row lost rid=%r index=%d", row.rid, row.index)
-                request.fail(RequestError(500, "internal error; the server's log has the details"))
-
-    def _take(self, row: StrRow | EmbeddingRow, request: AnyInFlight, now: float) -> None:
-        self._measure(row, request, now)
-        if row.finish is not None or isinstance(row, EmbeddingRow):
-            request.open.discard(row.index)
-            self.schedulers.routing.ended(request.replica)
-            if not request.open:
-                del self._in_flight[row.rid]
-        if not request.abandoned:
-            request.add(row)  # type: ignore[arg-type]  # the scheduler answers a request in its own kind
-
-    def _measure(self, row: StrRow | EmbeddingRow, request: AnyInFlight, now: float) -> None:
-        metrics = self.metrics
-        outcome = None if row.finish is None else row.finish.type
-        if isinstance(row, EmbeddingRow):
-            outcome = outcome or "stop"
-            metrics.queue.observe(row.queue_s)
-        elif row.output_ids and row.index not in request.begun:
-            request.begun.add(row.index)
-            metrics.ttft.observe(now - request.arrival)
-            metrics.queue.observe(row.queue_s)
-        if outcome is not None:
-            metrics.count_outcome(outcome)
-        if outcome in ("stop", "length"):
-            metrics.e2e.observe(now - request.arrival)
+        self._in_flight.deliver(batch)
 
     async def _listen_to_metrics(self, pull: Pull) -> None:
         while True:
