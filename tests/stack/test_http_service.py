@@ -5,7 +5,7 @@ Where each behaviour is tested:
   an abort of a queued request ........................ here
   a death in the stack, drains, the watchdog .......... test_faults.py
   over-long prompts, ranges, schemas, duplicate rids .. test_http_attacks.py
-  errors before and in mid-stream, their shape ........ unit/test_http_openai.py, here
+  errors before and in mid-stream, their shape ........ unit/test_http_endings.py, here
   SSE framing ......................................... unit/http_app.py (parse_events, used everywhere), here
   stop strings, UTF-8, penalties, seeds ............... test_sampling_params.py
   usage under chunked prefill, a full queue, /health .. here

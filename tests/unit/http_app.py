@@ -23,6 +23,9 @@ from llmserve.runtime.models.hub import Checkpoint
 from llmserve.runtime.server.app import build_app
 from llmserve.runtime.tokenizer import Tokenizer
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+CALL = {"id": "abc", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 MODEL = "tiny"
 NO_KEYS = Secrets()
 

@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_control import Updated, refusal
+from operated import refusal
+from updated import Updated
 
 from llmserve.runtime.decision import Word, decide, decided, new_name
 from llmserve.runtime.messages import RpcProgress, UpdateWeightReqInput, UpdateWeightReqOutput

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from http_app import App, ask, make_tokenizer, serving, wait_until
+from http_app import App, ask, serving, wait_until
 
 from llmserve.runtime.client import EXIT_CODES, RpcCallError
 from llmserve.runtime.messages import (
@@ -23,17 +23,6 @@ from llmserve.runtime.messages import (
 )
 from llmserve.runtime.server.admin import STATUSES
 from llmserve.runtime.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def app(tokenizer: Tokenizer) -> App:
-    return App(tokenizer)
-
 
 VERBS: list[tuple[str, dict[str, Any], Message, Message, dict[str, Any]]] = [
     (

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_app import App, ask, make_tokenizer, serving, wait_until
+from http_app import App, ask, serving, wait_until
 
 from fake_tokenizer_manager import Script
 from llmserve.runtime.config import Secrets
@@ -21,16 +21,6 @@ WORK = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     ("/generate", {"text": "hi"}),
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def app(tokenizer: Tokenizer) -> App:
-    return App(tokenizer)
 
 
 def bearer(key: str) -> dict[str, str]:

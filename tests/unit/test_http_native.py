@@ -3,22 +3,11 @@
 import json
 
 import pytest
-from http_app import MODEL, App, make_tokenizer
+from http_app import MODEL, App
 
 from instances import fair_time
 from llmserve.runtime.messages import FinishReason, SchedulerMetrics
 from llmserve.runtime.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def app(tokenizer: Tokenizer) -> App:
-    return App(tokenizer)
-
 
 METRICS = SchedulerMetrics(
     **{"time": 5.0, "dp_rank": 0, "state": "paused", "weight_version": 3, "uptime_s": 9.0, "steps_total": 1},
