@@ -1,4 +1,4 @@
-"""The model families that decoder.py covers: how their config.json is read, and the defaults of their config classes.
+"""The model families that decoder.py covers, and how their config.json is read.
 
 A family is a configuration of the one decoder, not a class of its own. The names are transformers' model types.
 """
@@ -11,20 +11,22 @@ import msgspec
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.layers.rope import RopeConfig
 from llmserve.runtime.models.configs import Json, LayerConfig
+from llmserve.runtime.models.defaults import DEFAULTS
 from llmserve.runtime.models.hf_rope import make_rope, read_rope
 
 MAX_EXPERTS = 4096
 
+Reader = Callable[[Json, Json], dict[str, Any] | None]
+"""`read(config, common)` gives the fields of ModelConfig that differ between families, from a config.json with the
+family's defaults filled in and the fields that all families have (hf_config.py). It returns None when the model needs
+something that our decoder does not have.
+"""
+
 
 class Family(msgspec.Struct, frozen=True):
-    """How one model type is read.
+    """How one model type is read. `defaults` are the fields that its config.json may leave out."""
 
-    `read(config, common)` gives the fields of ModelConfig that differ between families, from a config.json with
-    `defaults` filled in and the fields that all families have (hf_config.py). It returns None when the model needs
-    something that our decoder does not have.
-    """
-
-    read: Callable[[Json, Json], dict[str, Any] | None]
+    read: Reader
     defaults: Json
 
 
@@ -185,164 +187,20 @@ def _layer_types(config: Json, sliding: Callable[[int], bool]) -> list[bool]:
     return [sliding(i) for i in range(count)]
 
 
-_COMMON = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-_LLAMA = {
-    **_COMMON,
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "eos_token_id": 2,
-}
-_QWEN = {
-    **_COMMON,
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_GEMMA = {
-    **_COMMON,
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
+_READERS: dict[str, Reader] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "phi3": _llama,
+    "smollm3": _smollm3,
+    "granite": _granite,
+    "olmo2": _olmo2,
+    "gemma": _gemma,
+    "gemma2": _gemma,
+    "gemma3_text": _gemma,
 }
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(_llama, {**_LLAMA, "sliding_window": None}),
-    "mistral": Family(
-        _llama,
-        {
-            **_LLAMA,
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
-    ),
-    "qwen2": Family(_qwen, _QWEN),
-    "qwen3": Family(_qwen, {**_QWEN, "head_dim": 128}),
-    "qwen3_moe": Family(
-        _qwen3_moe,
-        {
-            **_QWEN,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
-        },
-    ),
-    "mixtral": Family(
-        _mixtral,
-        {
-            **_LLAMA,
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-            "sliding_window": None,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "phi3": Family(
-        _llama,
-        {
-            **_LLAMA,
-            "vocab_size": 32064,
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "eos_token_id": 32000,
-        },
-    ),
-    "smollm3": Family(
-        _smollm3,
-        {
-            **_LLAMA,
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "rope_theta": 2000000.0,
-            "tie_word_embeddings": True,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "no_rope_layers": None,
-            "no_rope_layer_interval": 4,
-            "eos_token_id": 128001,
-        },
-    ),
-    "granite": Family(
-        _granite,
-        {
-            **_LLAMA,
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-        },
-    ),
-    "olmo2": Family(_olmo2, {**_LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279}),
-    "gemma": Family(
-        _gemma,
-        {
-            **_GEMMA,
-            "hidden_size": 3072,
-            "intermediate_size": 24576,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "hidden_activation": None,
-            "hidden_act": "gelu_pytorch_tanh",
-        },
-    ),
-    "gemma2": Family(_gemma, {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
-    "gemma3_text": Family(
-        _gemma,
-        {
-            **_GEMMA,
-            "vocab_size": 262208,
-            "max_position_embeddings": 131072,
-            "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0,
-        },
-    ),
-}
+FAMILIES = {name: Family(read, DEFAULTS[name]) for name, read in _READERS.items()}
