@@ -44,14 +44,14 @@ class NativeSamplingParams(SamplingFields, frozen=True, kw_only=True, forbid_unk
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    sampling_params: NativeSamplingParams = NativeSamplingParams()
+    sampling_params: NativeSamplingParams | None = None
     rid: str | None = None
-    stream: bool = False
-    return_logprob: bool = False
-    top_logprobs_num: int = 0
-    logprob_start_len: int = -1
-    """-1: logprobs of the output only; 0: of prompt and output."""
-    user: str = ""
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = None
+    logprob_start_len: int | None = None
+    """-1 (default): logprobs of the output only; 0: of prompt and output, where `max_new_tokens` may be 0."""
+    user: str | None = None
 
 
 class GenerateMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -76,8 +76,9 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
     prompt: str | list[str]
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +90,9 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
     tokens: list[int | list[int]]
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | None = None
 
 
 class Text(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,13 +116,15 @@ def add_routes(app: FastAPI, context: Context) -> None:
     @app.post("/tokenize", openapi_extra=operation(TokenizeRequest, Tokens))
     async def tokenize(request: Request) -> Response:
         body = await read_json(request, TokenizeRequest)
+        context.check_model(body.model)
+        add_special = given(body.add_special_tokens, True)
         limit = context.manager.limits.max_model_len
         if isinstance(body.prompt, str):
-            ids = (await context.manager.tokenize([body.prompt], body.add_special_tokens))[0]
+            ids = (await context.manager.tokenize([body.prompt], add_special))[0]
             return json_response(Tokens(tokens=list(ids), count=len(ids), max_model_len=limit))
         if len(body.prompt) > MAX_CHOICES:
             raise invalid(f"at most {MAX_CHOICES} prompts a request, not {len(body.prompt)}", "prompt")
-        prompts = await context.manager.tokenize(body.prompt, body.add_special_tokens)
+        prompts = await context.manager.tokenize(body.prompt, add_special)
         return json_response(
             Tokens(tokens=[list(ids) for ids in prompts], count=[*map(len, prompts)], max_model_len=limit)
         )
@@ -128,6 +132,7 @@ def add_routes(app: FastAPI, context: Context) -> None:
     @app.post("/detokenize", openapi_extra=operation(DetokenizeRequest, Text))
     async def detokenize(request: Request) -> Response:
         body = await read_json(request, DetokenizeRequest)
+        context.check_model(body.model)
         if not body.tokens:  # what /tokenize returns for ""
             return json_response(Text(text=""))
         texts = await asyncio.to_thread(_decode, context, body)
@@ -140,23 +145,27 @@ def _decode(context: Context, body: DetokenizeRequest) -> list[str]:
     vocab_size = context.manager.limits.vocab_size
     if bad := [token_id for ids in prompts for token_id in ids if not 0 <= token_id < vocab_size]:
         raise invalid(f"token id {bad[0]} is not in the vocabulary: ids are 0 to {vocab_size - 1}", "tokens")
-    return [context.tokenizer.decode(ids, body.skip_special_tokens) for ids in prompts]
+    skip_special = given(body.skip_special_tokens, True)
+    return [context.tokenizer.decode(ids, skip_special) for ids in prompts]
 
 
 async def _generate_request(context: Context, body: GenerateRequest) -> tuple[GenerateReqInput, bool]:
     """The request for the TokenizerManager, and whether the answer is a list."""
     if (body.text is None) == (body.input_ids is None):
         raise invalid("give either text or input_ids", "text")
-    params = body.sampling_params
-    check_max_tokens(params.max_new_tokens, "max_new_tokens")
-    if body.logprob_start_len not in (-1, 0):
+    params = given(body.sampling_params, NativeSamplingParams())
+    wants_logprobs, top = bool(body.return_logprob), given(body.top_logprobs_num, 0)
+    start = given(body.logprob_start_len, -1)
+    if start not in (-1, 0):
         raise invalid("logprob_start_len must be -1 (the output only) or 0 (from the start)", "logprob_start_len")
-    if not body.return_logprob and (body.top_logprobs_num or body.logprob_start_len == 0):
-        param = "top_logprobs_num" if body.top_logprobs_num else "logprob_start_len"
+    if not wants_logprobs and (top or start == 0):
+        param = "top_logprobs_num" if top else "logprob_start_len"
         raise invalid(f"{param} is only allowed when return_logprob is true", param)
+    wants_prompt = wants_logprobs and start == 0
+    if not (params.max_new_tokens == 0 and wants_prompt):
+        check_max_tokens(params.max_new_tokens, "max_new_tokens")
     prompts: Prompts = body.text if isinstance(body.text, str) else [*(body.text or body.input_ids or [])]
     texts, ids = split_prompts(prompts, "input_ids" if body.text is None else "text")
-    wants_prompt = body.return_logprob and body.logprob_start_len == 0
     if wants_prompt and texts:
         texts, ids = (), await context.manager.tokenize(texts)
     n = given(params.n, 1)
@@ -171,10 +180,10 @@ async def _generate_request(context: Context, body: GenerateRequest) -> tuple[Ge
         constraint=constraint_of(
             json_schema=params.json_schema, regex=params.regex, grammar=params.ebnf, names={"grammar": "ebnf"}
         ),
-        logprobs=LogprobOptions(top=body.top_logprobs_num, prompt=wants_prompt) if body.return_logprob else None,
-        stream=body.stream,
+        logprobs=LogprobOptions(top=top, prompt=wants_prompt) if wants_logprobs else None,
+        stream=bool(body.stream),
         skip_special_tokens=given(params.skip_special_tokens, True),
-        user=body.user,
+        user=given(body.user, ""),
     )
     one_prompt = isinstance(body.text, str) or (body.input_ids is not None and isinstance(body.input_ids[0], int))
     return req, n > 1 or not one_prompt

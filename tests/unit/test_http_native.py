@@ -7,6 +7,7 @@ from http_app import MODEL, App
 
 from instances import fair_time
 from llmserve.runtime.messages import FinishReason, SchedulerMetrics
+from llmserve.runtime.server.native import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from llmserve.runtime.tokenizer import Tokenizer
 
 METRICS = SchedulerMetrics(
@@ -93,6 +94,22 @@ async def test_generate_gives_logprobs_of_output_and_prompt(app: App, tokenizer:
     assert meta["output_top_logprobs"][0] == [[-0.25, 0, tokenizer.token_text(0)]]
 
 
+async def test_no_tokens_may_be_asked_for_with_the_prompts_logprobs(app: App) -> None:
+    nothing = {"text": "lazy dog", "sampling_params": {"max_new_tokens": 0}}
+    body = {**nothing, "return_logprob": True, "logprob_start_len": 0}
+    assert (await app.post("/generate", body)).status_code == 200
+    assert app.manager.last.sampling_params.max_new_tokens == 0
+    await app.refused("/generate", {**nothing, "return_logprob": True}, "max_new_tokens")
+
+
+@pytest.mark.parametrize("path", ["/generate", "/tokenize", "/detokenize"])
+async def test_null_is_absent(app: App, path: str) -> None:
+    kind = {"/generate": GenerateRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}[path]
+    given = {"/generate": {"text": "a"}, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]}}[path]
+    answer = await app.post(path, dict.fromkeys(kind.__struct_fields__) | given)
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -150,6 +167,13 @@ async def test_tokenize_and_back(app: App, tokenizer: Tokenizer) -> None:
     assert (await app.post("/detokenize", {"tokens": [one["tokens"]]})).json() == {
         "text": [text.removesuffix("<|im_end|>")]
     }
+
+
+async def test_tokenize_takes_the_models_name(app: App) -> None:
+    """As vLLM and SGLang do."""
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        assert (await app.post(path, {**body, "model": MODEL})).status_code == 200
+        await app.refused(path, {**body, "model": "gpt-4"}, "model", status=404)
 
 
 async def test_no_text_is_no_tokens_and_back(app: App) -> None:
