@@ -17,20 +17,14 @@ import threading
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
-import msgspec
 import numpy as np
 
 from llmserve.runtime.config import ServerArgs
-from llmserve.runtime.grammar import constraint_of
+from llmserve.runtime.inputs import Pooling, Prompt, Prompts, embedding_request, generate_request, is_one
 from llmserve.runtime.launch import Stack
-from llmserve.runtime.messages import (
-    EmbeddingReqInput,
-    GenerateReqInput,
-    SamplingParams,
-    StrRow,
-)
+from llmserve.runtime.messages import GenerateReqInput, SamplingParams, StrRow
 from llmserve.runtime.models import hub
 from llmserve.runtime.outputs import Chunk, Embedding, Generation, checked, chunk_of
 from llmserve.runtime.request_error import RequestError
@@ -42,13 +36,6 @@ log = logging.getLogger(__name__)
 
 A = TypeVar("A")
 T = TypeVar("T")
-Prompt = str | list[int]
-"""A text, or token ids."""
-Prompts = list[str] | list[list[int]]
-Pooling = Literal["mean", "last"]
-
-CONSTRAINTS = {"json_schema", "regex", "choice", "grammar"}
-REQUEST_OPTIONS = CONSTRAINTS | {"n", "rid", "logprobs", "add_special_tokens", "skip_special_tokens", "user"}
 
 _numbers = itertools.count()
 
@@ -139,7 +126,7 @@ class Engine:
             await self._await(chunks.aclose())
 
     async def _generate(self, prompt: Any, params: SamplingParams | None, options: dict[str, Any]) -> Any:
-        if _is_one(prompt):
+        if is_one(prompt):
             return await self._collect(generate_request(prompt, params, options))
         name = options.get("rid") or uuid.uuid4().hex
         requests = [
@@ -182,7 +169,7 @@ class Engine:
         return await self._await(self._embed(prompt, pooling, normalize))
 
     async def _embed(self, prompt: Any, pooling: Pooling, normalize: bool) -> Any:
-        if _is_one(prompt):
+        if is_one(prompt):
             return await self._embed_one(prompt, pooling, normalize)
 
         async def embed(each: Prompt) -> Embedding:
@@ -191,7 +178,7 @@ class Engine:
         return await self._each(embed, prompt, choices=1)
 
     async def _embed_one(self, prompt: Prompt, pooling: Pooling, normalize: bool) -> Embedding:
-        request = EmbeddingReqInput(rid=uuid.uuid4().hex, pooling=pooling, normalize=normalize, **_prompts(prompt))
+        request = embedding_request(prompt, pooling, normalize)
         (row,) = await self._running().tokenizer_manager.embed(request)
         return Embedding(vector=np.frombuffer(row.embedding, dtype="<f4"), prompt_tokens=row.prompt_tokens)
 
@@ -294,51 +281,6 @@ class Engine:
         finally:
             for task in tasks:
                 task.cancel()
-
-
-def generate_request(
-    prompt: Prompt, params: SamplingParams | None, options: dict[str, Any], stream: bool = False
-) -> GenerateReqInput:
-    """The request for one prompt. Raises TypeError for an unknown option, and RequestError 400 for a value of the wrong
-    type.
-    """
-    unknown = options.keys() - REQUEST_OPTIONS - set(SamplingParams.__struct_fields__)
-    if unknown:
-        known = sorted(REQUEST_OPTIONS | set(SamplingParams.__struct_fields__))
-        raise TypeError(f"unknown option {min(unknown)!r}; known: {', '.join(known)}")
-    given = msgspec.structs.asdict(params or SamplingParams())
-    given |= {name: value for name, value in options.items() if name not in REQUEST_OPTIONS}
-    if isinstance(given["stop"], str):
-        given["stop"] = (given["stop"],)
-    if isinstance(given["logit_bias"], dict):
-        given["logit_bias"] = tuple(given["logit_bias"].items())
-    top = options.get("logprobs")
-    fields = {
-        "rid": options.get("rid") or uuid.uuid4().hex,
-        "n": options.get("n", 1),
-        "sampling_params": given,
-        "constraint": constraint_of(**{name: options.get(name) for name in CONSTRAINTS}),
-        "logprobs": None if top is None else {"top": top},
-        "add_special_tokens": options.get("add_special_tokens", True),
-        "skip_special_tokens": options.get("skip_special_tokens", True),
-        "user": options.get("user", ""),
-        "stream": stream,
-        "type": GenerateReqInput.__name__,
-        **_prompts(prompt),
-    }
-    try:
-        return msgspec.convert(fields, GenerateReqInput)
-    except msgspec.ValidationError as error:
-        raise RequestError(400, str(error)) from None
-
-
-def _is_one(prompt: Any) -> bool:
-    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer))
-
-
-def _prompts(prompt: Prompt) -> dict[str, Any]:
-    """The prompt as fields of a request."""
-    return {"texts": (prompt,)} if isinstance(prompt, str) else {"input_ids": (tuple(map(int, prompt)),)}
 
 
 async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
