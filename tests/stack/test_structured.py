@@ -189,7 +189,7 @@ def fits(value: object, schema: dict[str, Any]) -> bool:
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=st.recursive(leaves(), containers, max_leaves=5), seed=st.integers(0, 99))
 def test_whatever_the_schema_what_is_finished_is_valid(http: httpx.Client, schema: dict[str, Any], seed: int) -> None:
     answer = complete(http, temperature=1, seed=seed, max_tokens=400, structured_outputs={"json": schema})

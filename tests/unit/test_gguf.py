@@ -1,6 +1,5 @@
 """GGUF files: dequantization against the gguf package, whole tiny models against their originals, the default model."""
 
-import functools
 import math
 import random
 import struct
@@ -21,6 +20,7 @@ from tiny_gguf import ARCHITECTURES, write_gguf
 from tokenizers import Tokenizer
 from torch import Tensor
 
+import reference
 from checkpoints import make_tiny
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.engine.checkpoint import open_source
@@ -289,33 +289,10 @@ def test_unknown_architecture_names_those_that_are_served(tmp_path: Path) -> Non
 # ---- the default model ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def reference() -> Any:
-    """The default model as transformers reads it from the file: its config, its tensors, its modules."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    def empty_model(config: dict[str, Any]) -> Any:
-        with no_init_weights():
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
-
-    path = Path(default_model())
-    names_only = empty_model(to_hf_config(read_header(path)))
-    # transformers makes the same table of names anew for each of the model's 397 modules, which takes most of its time
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
-        loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=names_only)
-    model = empty_model(loaded["config"])
-    model.load_state_dict(loaded["tensors"], strict=False, assign=True)
-    model.tie_weights()
-    return model
-
-
-def test_default_model_has_the_weights_that_transformers_reads(reference: Any) -> None:
+def test_default_model_has_the_weights_that_transformers_reads() -> None:
     """Bit for bit, in all 272 tensors: Q4_1, Q8_0, the rows of q and k."""
     slots = dict(load(resolve(default_model())).slots())
-    expected = dict(reference.named_parameters())
+    expected = dict(reference.model().named_parameters())
     assert len(slots) == 272
     assert slots.keys() == expected.keys()
     for name, slot in slots.items():
@@ -324,7 +301,7 @@ def test_default_model_has_the_weights_that_transformers_reads(reference: Any) -
         assert torch.equal(tensor[slot.into], expected[name]), name
 
 
-def test_default_model_has_the_logits_of_transformers(reference: Any) -> None:
+def test_default_model_has_the_logits_of_transformers() -> None:
     checkpoint = resolve(default_model())
     tokenizer = Tokenizer.from_file(f"{checkpoint.tokenizer_dir}/tokenizer.json")
     prompt = (
@@ -332,18 +309,15 @@ def test_default_model_has_the_logits_of_transformers(reference: Any) -> None:
     )
     ids = tokenizer.encode(prompt).ids
     with torch.inference_mode():
-        expected = reference(torch.tensor([ids])).logits[0]
+        expected = reference.model()(torch.tensor([ids])).logits[0]
     (computed,) = Paged(load(checkpoint), count=1).run([ids], (len(ids) - 8, 1, 1, 6))
     assert " Rhine" in tokenizer.decode(expected.argmax(-1).tolist()[-8:]), "it predicts what the prompt goes on with"
     torch.testing.assert_close(computed, expected, atol=1e-3, rtol=0)
 
 
 def test_default_model_encodes_as_transformers_does() -> None:
-    from transformers import AutoTokenizer
-
-    path = Path(default_model())
-    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    checkpoint = resolve(str(path))
+    theirs = reference.tokenizer()
+    checkpoint = resolve(default_model())
     ours = Tokenizer.from_file(f"{checkpoint.tokenizer_dir}/tokenizer.json")
     texts = [
         "Hello, world! It's 12345 o'clock.",

@@ -75,7 +75,7 @@ for each in STRUCTS:
 
 @pytest.mark.parametrize("struct", SENT, ids=lambda struct: struct.__name__)
 def test_any_message_survives_the_wire(struct: type[Message]) -> None:
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(instance_of(struct))
     def survives(message: Message) -> None:
         assert repr(decode(encode(message))) == repr(message)  # equal, and NaN to NaN too

@@ -76,7 +76,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity(self.held("tree"), self.held("request"))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestPool = PoolMachine.TestCase
 
 

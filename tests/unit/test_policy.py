@@ -126,7 +126,7 @@ def test_half_of_the_budget_is_the_oldest_prompts() -> None:
     stream=st.lists(st.integers(1, 60), min_size=1, max_size=20),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_request_starves(depth: int, lengths: list[int], places: int, stream: list[int], seed: int) -> None:
     """Whatever comes after them, and comes without end, requests end in a time that depends on those before them."""
     worker = FakeWorker(num_pages=120)  # 480 tokens: hardly more than two of them need

@@ -118,7 +118,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.num_evictable == sum(entry.locks == 0 for entry in self.entries.values())
 
 
-TreeMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TreeMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
 TestTree = TreeMachine.TestCase
 
 
@@ -187,7 +187,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert self.content[pages[i]] == tuple(tokens[: (i + 1) * PAGE])
 
 
-CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
 TestCache = CacheMachine.TestCase
 
 

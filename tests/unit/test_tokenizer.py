@@ -46,7 +46,7 @@ def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_cutting_of_any_tokens_joins_to_the_decoded_whole(name: str, data: st.DataObject) -> None:
     backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
@@ -62,7 +62,7 @@ def test_any_cutting_of_any_tokens_joins_to_the_decoded_whole(name: str, data: s
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama", "gemma"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text(max_size=30), cuts=st.lists(st.integers(0, 3), max_size=20))
 def test_text_comes_back_and_no_character_is_split(name: str, text: str, cuts: list[int]) -> None:
     backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
@@ -124,7 +124,7 @@ def until_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     text=st.text("ab é", max_size=30),
     stop=st.lists(st.text("ab é", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -154,7 +154,7 @@ def test_nothing_follows_a_stop_string() -> None:
     assert decoder.finish() == ""
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cuts=st.lists(st.integers(0, 4), max_size=20), minimum=st.integers(0, 12))
 def test_a_stop_string_counts_only_after_the_minimum(cuts: list[int], minimum: int) -> None:
     ids = [BYTE_LEVEL.encode("a")[0], BYTE_LEVEL.encode("b")[0]] * 5
@@ -304,11 +304,9 @@ def default_tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def default_reference() -> Any:
-    """transformers' own reading of the GGUF file."""
-    from transformers import AutoTokenizer
+    from reference import tokenizer
 
-    path = Path(hub.default_model())
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return tokenizer()
 
 
 @pytest.mark.parametrize("text", [*small_tokenizers.TEXT, *small_tokenizers.CHATS, "", " ", "\r\n\x00\x1b[31m"])
@@ -328,7 +326,7 @@ def test_the_default_models_template_renders_as_in_transformers(
     assert rendered == default_reference.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     ids=st.lists(st.integers(0, 49_151), max_size=60),
     cuts=st.lists(st.integers(0, 5), max_size=30),
