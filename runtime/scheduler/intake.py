@@ -12,8 +12,9 @@ from llmserve.runtime.messages import (
     TokenizedReqInput,
 )
 from llmserve.runtime.scheduler.guides import Guides
-from llmserve.runtime.scheduler.request import Group, Request, RequestTable, StopDecoder
-from llmserve.runtime.scheduler.results import failure
+from llmserve.runtime.scheduler.request import Group, Request, StopDecoder
+from llmserve.runtime.scheduler.rows import failure
+from llmserve.runtime.scheduler.table import RequestTable
 
 MakeStopDecoder = Callable[[bool, tuple[str, ...], int], StopDecoder]
 """Called with (skip_special_tokens, stop, min_tokens)."""

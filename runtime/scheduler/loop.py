@@ -30,9 +30,11 @@ from llmserve.runtime.messages import (
 from llmserve.runtime.scheduler.guides import GrammarError, Guides
 from llmserve.runtime.scheduler.intake import Intake, MakeStopDecoder
 from llmserve.runtime.scheduler.policy import Policy
-from llmserve.runtime.scheduler.request import Request, RequestTable, Share, Step
-from llmserve.runtime.scheduler.results import Results, failure
+from llmserve.runtime.scheduler.request import Request, Share, Step
+from llmserve.runtime.scheduler.results import Results
+from llmserve.runtime.scheduler.rows import failure
 from llmserve.runtime.scheduler.snapshot import Snapshots
+from llmserve.runtime.scheduler.table import RequestTable
 
 log = logging.getLogger(__name__)
 

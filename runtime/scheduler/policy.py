@@ -22,7 +22,8 @@ from llmserve.runtime.cache.kv_cache import KVCache
 from llmserve.runtime.cache.radix import ELEMENT_BYTES
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.scheduler.pace import Pace
-from llmserve.runtime.scheduler.request import Request, RequestTable, Share
+from llmserve.runtime.scheduler.request import Request, Share
+from llmserve.runtime.scheduler.table import RequestTable
 
 WINDOW = 128
 """The number of waiting requests considered in a step: the oldest ones."""

@@ -1,6 +1,6 @@
 """Applies the result of a step: tokens become known and computed, requests end, memory is released.
 
-The only place where requests end and pages are released. It does not decide what runs.
+The only place where requests end and pages are released. It does not decide what runs; rows.py makes the rows.
 """
 
 import logging
@@ -8,11 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from llmserve.runtime.cache.kv_cache import KVCache
 from llmserve.runtime.cache.pages import IntegrityError
-from llmserve.runtime.cache.radix import ELEMENT_BYTES
 from llmserve.runtime.engine.batch import (
     RowResult,
     StepPlan,
@@ -23,13 +20,20 @@ from llmserve.runtime.histogram import Recorder, buckets
 from llmserve.runtime.messages import (
     EmbeddingRow,
     FinishReason,
-    Logprobs,
     TokenIDRow,
     TokenizedEmbeddingReqInput,
     TokenizedReqInput,
 )
 from llmserve.runtime.scheduler.guides import GrammarError
-from llmserve.runtime.scheduler.request import Request, RequestTable, Share, Step
+from llmserve.runtime.scheduler.request import Request, Share, Step
+from llmserve.runtime.scheduler.rows import (
+    embedding_row,
+    failure,
+    refused_embedding_rows,
+    refused_token_rows,
+    token_row,
+)
+from llmserve.runtime.scheduler.table import RequestTable
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +176,7 @@ class Results:
         elif not self.congested and (
             not request.rows_sent or (request.stream and request.known - request.sent >= self._stream_interval)
         ):
-            self.token_rows.append(self._token_row(request, None))
+            self.token_rows.append(token_row(request, None))
 
     def _stopped(self, request: Request, token: int) -> FinishReason | None:
         if token in request.stop_ids:  # not sampled before min_tokens: see `forbidden`
@@ -192,9 +196,9 @@ class Results:
         flight.
         """
         if request.pooling:
-            self.embedding_rows.append(self._embedding_row(request, reason))
+            self.embedding_rows.append(embedding_row(request, reason))
         else:
-            self.token_rows.append(self._token_row(request, reason))
+            self.token_rows.append(token_row(request, reason))
         if request.lease is not None:
             self._kv.release(request.lease, request.tokens, request.computed)
         self._table.remove(request)
@@ -228,25 +232,9 @@ class Results:
     def refuse(self, message: TokenizedReqInput, reason: FinishReason) -> None:
         """Answers all choices of a request that was refused."""
         if isinstance(message, TokenizedEmbeddingReqInput):
-            self.embedding_rows += [
-                EmbeddingRow(
-                    rid=message.rid, index=i, embedding=b"", prompt_tokens=len(prompt) // ELEMENT_BYTES, finish=reason
-                )
-                for i, prompt in enumerate(message.prompts)
-            ]
+            self.embedding_rows += refused_embedding_rows(message, reason)
         else:
-            self.token_rows += [
-                TokenIDRow(
-                    rid=message.rid,
-                    index=i,
-                    output_ids=b"",
-                    prompt_tokens=len(message.prompts[i // message.n]) // ELEMENT_BYTES,
-                    cached_tokens=0,
-                    completion_tokens=0,
-                    finish=reason,
-                )
-                for i in range(len(message.prompts) * message.n)
-            ]
+            self.token_rows += refused_token_rows(message, reason)
 
     def reap(self) -> bool:
         """Ends all choices that are to end and have no step in flight. Whether there were any."""
@@ -254,63 +242,3 @@ class Results:
         for request, reason in ending:
             self.finish(request, reason)
         return bool(ending)
-
-    # ---- rows ------------------------------------------------------------------------------------------------------
-
-    def _token_row(self, request: Request, finish: FinishReason | None) -> TokenIDRow:
-        """A row with everything that the client has not got yet."""
-        first = request.rows_sent == 0
-        row = TokenIDRow(
-            rid=request.rid,
-            index=request.index,
-            output_ids=bytes(request.tokens[request.sent * ELEMENT_BYTES :]),
-            prompt_tokens=request.prompt_len,
-            cached_tokens=request.cached,
-            completion_tokens=request.output_len,
-            finish=finish,
-            logprobs=Logprobs.joined(request.new_logprobs) if request.new_logprobs else None,
-            prompt_logprobs=_prompt_logprobs(request) if first else None,
-            stop=request.params.stop if first else (),
-            min_new_tokens=request.params.min_new_tokens if first else 0,
-            skip_special_tokens=request.skip_special_tokens,
-            queue_s=request.queue_s,
-        )
-        request.new_logprobs.clear()
-        request.sent = request.known
-        request.rows_sent += 1
-        return row
-
-    def _embedding_row(self, request: Request, finish: FinishReason) -> EmbeddingRow:
-        vector = b""
-        if finish.type == "stop":
-            parts = [np.frombuffer(part, dtype="<f4") for part in request.pooled]
-            pooled = np.sum(parts, axis=0) / request.prompt_len if request.pooling == "mean" else parts[-1]
-            if request.normalize:
-                pooled = pooled / max(float(np.linalg.norm(pooled)), 1e-12)
-            vector = pooled.astype("<f4").tobytes()
-        return EmbeddingRow(
-            rid=request.rid,
-            index=request.index,
-            embedding=vector,
-            prompt_tokens=request.prompt_len,
-            cached_tokens=request.cached,
-            finish=None if vector else finish,
-            queue_s=request.queue_s,
-        )
-
-
-def failure(status: int, message: str) -> FinishReason:
-    """The finish reason of a request that cannot be served; `status` is the HTTP status."""
-    return FinishReason(type="error", status=status, message=message)
-
-
-def _prompt_logprobs(request: Request) -> Logprobs | None:
-    """The prompt logprobs, [prompt_len], NaN for the first token. None if they are not wanted or not all computed."""
-    options = request.logprobs
-    if options is None or not options.prompt or request.want_prompt_logprobs:
-        return None
-    nan, top = np.full(1 + options.top, np.nan, dtype="<f4").tobytes(), options.top
-    missing = Logprobs(
-        token_logprobs=nan[:4], top=top, top_ids=np.zeros(top, dtype="<i4").tobytes(), top_logprobs=nan[4:]
-    )
-    return Logprobs.joined([missing, *request.prompt_logprobs])
