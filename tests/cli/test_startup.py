@@ -48,7 +48,7 @@ def ratio(arguments: list[str], ours: dict[str, str], bare: dict[str, str]) -> f
     for pair in range(40):
         best_bare = min(best_bare, seconds(BARE, arguments, bare))
         best_ours = min(best_ours, seconds(LLMSERVE, arguments, ours))
-        if pair >= 7 and best_ours <= 1.3 * best_bare:
+        if pair >= 4 and best_ours <= 1.3 * best_bare:
             break
     return best_ours / best_bare
 

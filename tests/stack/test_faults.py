@@ -235,10 +235,15 @@ def test_health_tells_soon_of_a_process_that_is_stuck(own_root: Path, long_model
         def health() -> httpx.Response:
             return httpx.get(f"{instance.url}/health", timeout=PATIENCE_S)
 
-        for role in ("scheduler", "detokenizer"):
-            wait_until(lambda: health().status_code == 200, 10, "its going on")
-            instance.child(role).suspend()
-            wait_until(lambda: health().status_code == 503, 15, "word of it")
-            assert f"the {role} has not been heard of for" in health().json()["status"]
-            instance.child(role).resume()
-        wait_until(lambda: health().status_code == 200, 10, "its going on")
+        def says(text: str) -> bool:
+            return health().status_code == 503 and text in health().json()["status"]
+
+        assert health().status_code == 200
+        scheduler, detokenizer = instance.child("scheduler"), instance.child("detokenizer")
+        scheduler.suspend()
+        detokenizer.suspend()
+        wait_until(lambda: says("the scheduler has not been heard of for"), 15, "word of the scheduler")
+        scheduler.resume()
+        wait_until(lambda: says("the detokenizer has not been heard of for"), 15, "word of the detokenizer")
+        detokenizer.resume()
+        wait_until(lambda: health().status_code == 200, 15, "their going on")

@@ -165,10 +165,12 @@ def test_a_cache_that_cannot_be_written_has_a_private_stand_in(tmp_path: Path, m
 
 def test_a_cache_that_can_only_be_read_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image of a container brings what it needs."""
+    made = Path(resolve(default_model()).tokenizer_dir)
+    brought = tmp_path / "llmserve/checkpoints" / made.name
+    shutil.copytree(made, brought)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = resolve(default_model()).tokenizer_dir
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert resolve(default_model()).tokenizer_dir == made
+    assert resolve(default_model()).tokenizer_dir == str(brought)
 
 
 def test_the_tokenizer_digest_is_of_the_meaning(tmp_path: Path) -> None:
