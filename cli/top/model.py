@@ -4,41 +4,21 @@ It knows neither sockets nor the screen. Rates, quantiles and states are compute
 the plain lines agree. All times are in seconds; the samples' own Unix time is the only clock.
 """
 
-from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import msgspec
 
 from llmserve.cli.top.history import History
 from llmserve.cli.top.latencies import WINDOW_S, Latencies
+from llmserve.cli.top.processes import Processes
 from llmserve.cli.top.samples import GpuInfo, Gpus, Link, Sample
-from llmserve.cli.top.snapshot import Cache, Gpu, Latency, Load, Process, Replica, Request, Snapshot, State
-from llmserve.runtime.messages import HttpMetrics, ProcessInfo, RequestInfo, SchedulerMetrics
+from llmserve.cli.top.snapshot import Cache, Gpu, Latency, Load, Replica, Request, Snapshot, State
+from llmserve.runtime.messages import HttpMetrics, RequestInfo, SchedulerMetrics
 
-BUBBLE_S = 10.0
-"""The window of the ranks' bubbles; their reports are up to a second old."""
 STALE_S = 3.5
 """A scheduler says something at least once a second, and the front with it; silent for so long, they are stalled."""
 FULL = 0.9
 """The KV pool counts as full from this fraction on, because a waiting request needs more than one page."""
 NO_STEP_S = 5.0
 """So long without a step while requests run, and it is stalled, whatever it says."""
-
-Rank = tuple[int, int, int, int]
-"""dp_rank, pp_rank, tp_rank and pid: pids alone are not unique where ranks are on several machines."""
-
-
-def rank_of(process: ProcessInfo) -> Rank:
-    return process.dp_rank, process.pp_rank, process.tp_rank, process.pid
-
-
-class Work(NamedTuple):
-    """The work of a replica's ranks up to `time`, in seconds since their start."""
-
-    time: float
-    active_s: float
-    busy_s: dict[Rank, float]
 
 
 class Model:
@@ -50,10 +30,8 @@ class Model:
         self._stepped: dict[int, float] = {}
         """When each replica last had made a step, or had nothing to run."""
         self._history = History()
-        self._work: dict[int, deque[Work]] = {}
-        """Of each replica of several ranks, over the last BUBBLE_S."""
         self._latencies = Latencies()
-        self._processes: dict[Rank, tuple[ProcessInfo, float]] = {}
+        self._processes = Processes()
         self._gpus: tuple[GpuInfo, ...] = ()
 
     def add(self, sample: Sample) -> None:
@@ -110,7 +88,7 @@ class Model:
             latency=self._latency(now),
             outcomes=dict(self._latencies.newest.outcomes) if self._latencies else {},
             bad_frames=sum(r.bad_frames_total for r in replicas),
-            processes=self._process_rows(now),
+            processes=self._processes.rows(now),
             gpus=tuple(Gpu(**msgspec.structs.asdict(gpu)) for gpu in self._gpus),
             requests=tuple(_request(info, r, now) for r in replicas for info in r.requests),
             history=self._history.curves(now),
@@ -130,21 +108,13 @@ class Model:
         if before is None:
             self._history.clear()  # the earlier counts of a new replica are not growth
         self._replicas[sample.dp_rank] = sample
-        self._saw(sample.processes, sample.time)
-        if len(sample.processes) > 1:
-            work = self._work.setdefault(sample.dp_rank, deque())
-            work.append(Work(sample.time, sample.active_s, {rank_of(p): p.busy_s for p in sample.processes}))
-            while len(work) > 1 and work[1].time <= sample.time - BUBBLE_S:
-                work.popleft()
+        self._processes.add(sample.processes, sample.time)
+        self._processes.add_work(sample)
         self._history.add(self._replicas.values(), sample.time)
 
     def _add_http(self, sample: HttpMetrics) -> None:
-        self._saw(sample.processes, sample.time)
+        self._processes.add(sample.processes, sample.time)
         self._latencies.add(sample)
-
-    def _saw(self, processes: Sequence[ProcessInfo], time: float) -> None:
-        for process in processes:
-            self._processes[rank_of(process)] = (process, time - process.silent_s)
 
     def _lose(self, rank: int) -> None:
         """A replica has died: it has nothing any more, but what it had counted still counts."""
@@ -155,11 +125,10 @@ class Model:
             self._replicas[rank] = msgspec.structs.replace(
                 replica, state="lost", requests=(), processes=(), **nothing, **no_memory
             )
-            for process in replica.processes:
-                self._processes.pop(rank_of(process), None)
+            self._processes.remove(replica.processes)
 
     def _forget(self) -> None:
-        for held in (self._replicas, self._stepped, self._history, self._work, self._latencies, self._processes):
+        for held in (self._replicas, self._stepped, self._history, self._latencies, self._processes):
             held.clear()
 
     # ---- working out -----------------------------------------------------------------------------------------------
@@ -181,7 +150,8 @@ class Model:
         faults = [f"replica {rank} is lost" for rank in lost] + faults
         if self.link is not None and self.link.detail:
             return "stalled", self.link.detail
-        for who, silent_s in (("front", self._front_silence(now)), ("detokenizer", self._detokenizer_silence(now))):
+        silences = {"front": self._front_silence(now), "detokenizer": self._processes.silence_s("detokenizer", now)}
+        for who, silent_s in silences.items():
             if silent_s > STALE_S:
                 return "stalled", f"the {who} has said nothing for {silent_s:.0f} s"
         if self.link is not None and self.link.status == "draining":
@@ -201,10 +171,6 @@ class Model:
         if self._latencies:
             return now - self._latencies.newest.time
         return now - self.link.time if self.link is not None else 0.0
-
-    def _detokenizer_silence(self, now: float) -> float:
-        """Seconds since the detokenizer's last sign of life, as the front reports it."""
-        return max((now - seen for info, seen in self._processes.values() if info.role == "detokenizer"), default=0.0)
 
     def _unheard(self) -> list[int]:
         """The replicas that live, as the registry says, and have not said anything yet."""
@@ -267,38 +233,6 @@ class Model:
         if not self._latencies or not self._history:
             return Latency()
         return self._latencies.latency(now, self._history.newest.itl, self._history.before(now - WINDOW_S).itl)
-
-    def _process_rows(self, now: float) -> tuple[Process, ...]:
-        order = {"main": 0, "scheduler": 1, "detokenizer": 2}
-        rows = sorted(
-            self._processes.values(),
-            key=lambda seen: (order.get(seen[0].role, 3), seen[0].dp_rank, seen[0].pp_rank, seen[0].tp_rank),
-        )
-        return tuple(
-            Process(
-                role=info.role,
-                pid=info.pid,
-                tp_rank=info.tp_rank,
-                pp_rank=info.pp_rank,
-                dp_rank=info.dp_rank,
-                rss_bytes=info.rss_bytes,
-                cpu_percent=info.cpu_percent,
-                heartbeat_age_s=max(0.0, now - seen),
-                dropped_messages=info.dropped_messages,
-                weight_bytes=info.weight_bytes,
-                bubble=self._bubble(info),
-            )
-            for info, seen in rows
-        )
-
-    def _bubble(self, rank: ProcessInfo) -> float | None:
-        work = self._work.get(rank.dp_rank)
-        place = rank_of(rank)
-        if not work or place not in work[0].busy_s or place not in work[-1].busy_s:
-            return None
-        active_s = work[-1].active_s - work[0].active_s
-        busy_s = work[-1].busy_s[place] - work[0].busy_s[place]
-        return min(1.0, max(0.0, 1 - busy_s / active_s)) if active_s > 0 else None
 
 
 def _obstacle(replica: SchedulerMetrics) -> str:
