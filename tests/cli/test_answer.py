@@ -227,7 +227,7 @@ def test_chat_reads_its_message_where_a_dash_stands(front: Front) -> None:
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_a_token_that_does_not_come_is_waited_for_so_long(front: Front, command: str) -> None:
     let_it_go = threading.Event()
-    front.before = lambda: let_it_go.wait(10)
+    front.before = lambda: let_it_go.wait(60)
     result = run(command, "Hello", "--timeout", "0.2")
     let_it_go.set()
     assert (result.code, result.out) == (75, "")
@@ -250,7 +250,7 @@ def test_a_pause_is_told_once_while_one_waits(
         for module in (chat, generate):
             monkeypatch.setattr(module, "find_instance", lambda name: record)
         asked = 1 if state == "paused" else 3
-        front.before = lambda: (wait_until(lambda: len(fake.requests) >= asked, 10, "the question"), time.sleep(0.2))
+        front.before = lambda: (wait_until(lambda: len(fake.requests) >= asked, 60, "the question"), time.sleep(0.2))
         done = run(command, "x")
     told = '"held" is paused; waiting until `llmserve resume -i held` lets it go on\n'
     assert (done.code, done.out) == (0, "Hello, world\n")

@@ -606,7 +606,7 @@ async def test_a_watcher_gets_the_fronts_metrics_while_its_lease_runs(
     stack.text.send(SubscribeMetricsReqInput(endpoint="watch-me", lease_s=0.3))
     await asyncio.sleep(0.05)
     await seen(manager, stack, metrics(time=1.0))
-    message: Any = await asyncio.wait_for(watcher.arecv(), 5)
+    message: Any = await asyncio.wait_for(watcher.arecv(), PATIENCE_S)
     assert message.outcomes["stop"] == 0
     assert [process.role for process in message.processes] == ["main", "detokenizer"]
     await asyncio.sleep(0.3)
