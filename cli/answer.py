@@ -131,7 +131,11 @@ class Answer:
             message = f'cannot connect to instance "{self._record.name}" at {where}'
             raise CommandError(message, ExitCode.UNAVAILABLE) from None
         except httpx.TimeoutException:
-            raise CommandError(f"no token came for {self._gap_s:g} s; see --timeout", ExitCode.BUSY) from None
+            stopped = f" ({self._record.stopped})" if self._record.stopped else ""
+            message = f"no token came for {self._gap_s:g} s; see --timeout{stopped}"
+            raise CommandError(message, ExitCode.BUSY) from None
+        except httpx.RemoteProtocolError:
+            raise cut_off() from None
         except httpx.TransportError as error:
             raise CommandError(f"the connection broke: {error}", ExitCode.UNAVAILABLE) from None
         finally:
@@ -152,8 +156,13 @@ class Answer:
         """Streams the answer to stdout; on a terminal control characters are shown instead of executed."""
         console = self._console
         terminal = console.stdout.isatty()
-        for piece in self:
-            console.print(piece.translate(TERMINAL_SAFE) if terminal else piece, end="")
+        try:
+            for piece in self:
+                console.print(piece.translate(TERMINAL_SAFE) if terminal else piece, end="")
+        except (CommandError, KeyboardInterrupt):
+            if terminal and self.text and not self.text.endswith("\n"):
+                console.print()  # so that the message about it begins a line
+            raise
         if not self.text.endswith("\n"):
             console.print()
 
@@ -197,7 +206,11 @@ def events(response: "httpx.Response") -> Iterator[dict[str, Any]]:
             if data == b"[DONE]":
                 return
             yield json.loads(data)
-    raise CommandError("the server closed the connection before the answer ended", ExitCode.UNAVAILABLE)
+    raise cut_off()
+
+
+def cut_off() -> CommandError:
+    return CommandError("the server closed the connection before the answer ended", ExitCode.UNAVAILABLE)
 
 
 def refusal(response: "httpx.Response") -> CommandError:

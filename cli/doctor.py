@@ -93,6 +93,8 @@ def examine(fix: bool, port: int, timeout_s: float) -> Iterator[Finding]:
     yield memory()
     running = {}
     for record in alive:
+        if record.stopped:
+            yield Finding("processes", "bad", f'"{record.name}": {record.stopped}; kill -CONT lets it go on')
         if record.state == "starting":
             yield starting(record)
             continue
@@ -242,10 +244,9 @@ def ask(record: InstanceRecord, timeout_s: float) -> "tuple[list[GetStatusReqOut
 
 def starting(record: InstanceRecord) -> Finding:
     """An instance that does not answer yet, and for how long."""
-    detail = f'"{record.name}" has been starting for {format.duration(time.time() - record.created)}'
-    if record.stopped:
-        return Finding("scheduler", "bad", f"{detail}: {record.stopped}")
-    return Finding("scheduler", "ok", f"{detail}; `llmserve logs -i {record.name}` tells how far it is")
+    for_s = format.duration(time.time() - record.created)
+    how_far = f"`llmserve logs -i {record.name}` tells how far it is"
+    return Finding("scheduler", "ok", f'"{record.name}" has been starting for {for_s}; {how_far}')
 
 
 def lost(record: InstanceRecord) -> Iterator[Finding]:

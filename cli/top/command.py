@@ -140,7 +140,8 @@ def show_once(console: Console, source: "Source", json: bool, glyphs: "Glyphs", 
             feed.wait(0.1)
         snapshot = feed.snapshot()
         if feed.model.expects_data and not source.ends:
-            message = f"the scheduler has said nothing for {patience_s:g} s; see --timeout and `llmserve logs`"
+            why = f" ({snapshot.reason})" if snapshot.reason else ""
+            message = f"the scheduler has said nothing for {patience_s:g} s; see --timeout and `llmserve logs`{why}"
             raise CommandError(message, ExitCode.BUSY)
     if json:
         console.json(as_json(snapshot))

@@ -136,28 +136,26 @@ class Model:
     def _state(self, now: float) -> tuple[State, str]:
         if self.link is not None and self.link.status in ("dead", "lost"):
             return ("dead" if self.link.status == "dead" else "lost"), self.link.detail
+        detail = self.link.detail if self.link is not None else ""
         if not self._replicas:
-            silent_s = now - self.link.time if self.link is not None and self.expects_data else 0.0
-            if silent_s > STALE_S:
-                return "stalled", f"the scheduler has said nothing for {silent_s:.0f} s"
-            return ("connecting" if self.expects_data else "starting"), ""
+            return self._state_without_data(now, detail)
         lost = self.link.lost_replicas if self.link is not None else ()
         replicas = {rank: replica for rank, replica in self._replicas.items() if rank not in lost}
         unheard = self._unheard()
         faults = [fault for rank in sorted({*replicas, *unheard}) if (fault := self._fault(rank, now))]
         if faults and len(faults) == len(replicas) + len(unheard):
-            return "stalled", faults[0]
+            return "stalled", detail or faults[0]
         faults = [f"replica {rank} is lost" for rank in lost] + faults
-        if self.link is not None and self.link.detail:
-            return "stalled", self.link.detail
+        if detail and len(replicas) + len(unheard) == 1:
+            return "stalled", detail
         silences = {"front": self._front_silence(now), "detokenizer": self._processes.silence_s("detokenizer", now)}
         for who, silent_s in silences.items():
             if silent_s > STALE_S:
-                return "stalled", f"the {who} has said nothing for {silent_s:.0f} s"
+                return "stalled", detail or f"the {who} has said nothing for {silent_s:.0f} s"
         if self.link is not None and self.link.status == "draining":
             return "draining", ""
-        if faults:
-            return "degraded", "; ".join(faults)
+        if detail or faults:
+            return "degraded", detail or "; ".join(faults)
         if unheard:
             return "connecting", ""
         states = {replica.state for replica in replicas.values()}
@@ -165,6 +163,14 @@ class Model:
             if state in states:
                 return state, ""
         return "ready", ""
+
+    def _state_without_data(self, now: float, detail: str) -> tuple[State, str]:
+        if not self.expects_data:
+            return "starting", detail
+        silent_s = now - self.link.time if self.link is not None else 0.0
+        if detail or silent_s > STALE_S:
+            return "stalled", detail or f"the scheduler has said nothing for {silent_s:.0f} s"
+        return "connecting", ""
 
     def _front_silence(self, now: float) -> float:
         """Seconds since the front's last metrics, or since the connection if there were none."""

@@ -176,7 +176,7 @@ class Live(Source):
             try:
                 self._record = find_instance(self._record.name)
                 if self._record.state == "starting":
-                    self._say("starting")
+                    self._say("starting", self._record.stopped)
                 else:
                     self._watch()
             except InstanceError as error:
@@ -214,6 +214,8 @@ class Live(Source):
                     # A front that drains says so in its record, while the scheduler reports its usual state.
                     status = "draining" if found.state == "draining" else "connected"
                     stopped = found.stopped
+                    if stopped and self._link is not None and self._link.status in ("connecting", "connected"):
+                        self._say(self._link.status, stopped)
                     if pull.bad_frames and not heard:
                         self._say("lost", "it is of another version: start llmserve top again")
                     heard = False

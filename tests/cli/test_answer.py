@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from fake_instance import FakeInstance, fresh_registry, run
 from instances import wait_until
 from llmserve.cli import chat, common, generate, patience
 from llmserve.cli.console import Console
+from llmserve.runtime.instance import InstanceRecord
 from llmserve.runtime.messages import GetLoadReqInput, GetLoadReqOutput
 
 
@@ -29,6 +29,7 @@ class Front(ThreadingHTTPServer):
         self.pieces = ["Hello", ", wor", "ld"]
         self.status = 200
         self.last: list[Any] = []
+        self.chunked = False
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.before: Callable[[], object] = lambda: None
@@ -43,6 +44,8 @@ class Handler(BaseHTTPRequestHandler):
         self.server.bodies.append(body)
         self.server.keys.append(self.headers.get("Authorization"))
         self.send_response(self.server.status)
+        if self.server.chunked:
+            self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         if self.server.status != 200:
             self.wfile.write(json.dumps({"error": {"message": "the prompt is too long"}}).encode())
@@ -61,7 +64,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def event(self, data: Any) -> None:
         text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-        self.wfile.write(f"data: {text}\n\n".encode())
+        content = f"data: {text}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content) if self.server.chunked else content)
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -70,8 +74,12 @@ class Handler(BaseHTTPRequestHandler):
 def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
     server = Front()
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    record = SimpleNamespace(
-        name="t", host="0.0.0.0", port=server.server_port, served_model_names=("tiny",), rpc_addresses=()
+    record = InstanceRecord(
+        name="t",
+        host="0.0.0.0",
+        port=server.server_port,
+        served_model_names=("tiny",),
+        rpc_addresses=("ipc:///nowhere/t/rpc.sock",),
     )
     for module in (chat, generate):
         monkeypatch.setattr(module, "find_instance", lambda name: record)
@@ -187,6 +195,7 @@ def test_an_error_in_mid_stream_ends_the_command(front: Front) -> None:
     result = run("generate", "x")
     assert (result.code, result.out) == (1, "Hello, world")
     assert "the scheduler died" in result.err
+    assert run("generate", "x", terminal=True).out == "Hello, world\n"  # on a terminal the error has a line of its own
 
 
 def test_a_stream_without_its_end_is_an_error(front: Front) -> None:
@@ -194,8 +203,17 @@ def test_a_stream_without_its_end_is_an_error(front: Front) -> None:
     assert run("generate", "x").code == 69
 
 
+def test_a_server_that_dies_in_mid_answer_is_said_to_have_closed_the_connection(front: Front) -> None:
+    front.chunked, front.last = True, [{"choices": []}]
+    result = run("generate", "x")
+    assert (result.code, result.out) == (69, "Hello, world")
+    assert result.err == "llmserve: the server closed the connection before the answer ended\n"
+
+
 def test_nothing_listening(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = SimpleNamespace(name="gone", host="127.0.0.1", port=1, served_model_names=("tiny",))
+    record = InstanceRecord(
+        name="gone", host="127.0.0.1", port=1, served_model_names=("tiny",), rpc_addresses=("ipc:///x",)
+    )
     monkeypatch.setattr(generate, "find_instance", lambda name: record)
     result = run("generate", "x")
     assert result.code == 69
@@ -225,13 +243,18 @@ def test_chat_reads_its_message_where_a_dash_stands(front: Front) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_token_that_does_not_come_is_waited_for_so_long(front: Front, command: str) -> None:
+def test_a_token_that_does_not_come_is_waited_for_so_long(
+    front: Front, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     let_it_go = threading.Event()
     front.before = lambda: let_it_go.wait(60)
-    result = run(command, "Hello", "--timeout", "0.2")
+    results = [run(command, "Hello", "--timeout", "0.2")]
+    monkeypatch.setattr(InstanceRecord, "stopped", "its main process 1 is stopped")
+    results.append(run(command, "Hello", "--timeout", "0.2"))
     let_it_go.set()
-    assert (result.code, result.out) == (75, "")
-    assert result.err == "llmserve: no token came for 0.2 s; see --timeout\n"
+    assert [(result.code, result.out) for result in results] == [(75, "")] * 2
+    waited = "llmserve: no token came for 0.2 s; see --timeout"
+    assert [result.err for result in results] == [f"{waited}\n", f"{waited} (its main process 1 is stopped)\n"]
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -203,6 +203,27 @@ def test_a_process_that_is_stopped_is_named_at_once() -> None:
     model.add(Link(time=START + 10, status="connected", name="prod", detail="its main process 100 is stopped"))
     found = model.snapshot(START + 10)
     assert (found.state, found.reason) == ("stalled", "its main process 100 is stopped")
+    silent = fed([Link(time=START, status="connecting", name="prod", detail="its scheduler process 1 is stopped")])
+    assert silent.expects_data
+    assert silent.snapshot(START).state == "stalled"
+    loading = fed([Link(time=START, status="starting", name="prod", detail="its scheduler process 1 is stopped")])
+    found = loading.snapshot(START)
+    assert (found.state, found.reason) == ("starting", "its scheduler process 1 is stopped")
+
+
+def test_of_several_replicas_one_that_is_stopped_degrades_the_instance() -> None:
+    detail = "its scheduler-dp1-pp0-tp0 process 5 is stopped"
+    model = fed([Link(time=START, status="connected", name="prod", replicas=2, detail=detail)])
+    for second in range(8):
+        model.add(scheduler(second))
+        model.add(front(second))
+        if second < 2:
+            model.add(msgspec.structs.replace(scheduler(second), dp_rank=1))
+    for second in (2, 7):
+        found = model.snapshot(START + second)
+        assert (found.state, found.reason) == ("degraded", detail)
+    found = model.snapshot(START + 20)
+    assert (found.state, found.reason) == ("stalled", detail)
 
 
 def test_an_instance_that_says_nothing_is_stalled_after_a_while() -> None:
