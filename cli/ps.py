@@ -11,7 +11,7 @@ import typer
 from llmserve.cli.common import JsonOption, TimeoutOption, console_of
 from llmserve.cli.format import duration
 from llmserve.cli.loads import LOAD_TIMEOUT_S, SILENT, Load, ask_loads, state_of, total
-from llmserve.runtime.instance import InstanceRecord, list_instances
+from llmserve.runtime.instance import InstanceRecord, deaths, list_instances, none_running
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,12 +50,13 @@ def ps(
     dead: the process is gone, and the next launch removes what it left.
     """
     console = console_of(ctx)
-    lines = [look(record, timeout, ranks=json) for record in list_instances() if record.alive or all_records]
+    records = list_instances()
+    lines = [look(record, timeout, ranks=json) for record in records if record.alive or all_records]
     if json:
         console.json([msgspec.to_builtins(line) for line in lines])
         return
     if not lines:
-        console.note("no instance is running; start one with `llmserve launch`")
+        console.note(none_running(records))
         return
     rows = [
         (
@@ -66,6 +67,8 @@ def ps(
     ]
     columns = ("NAME", "MODEL", "PID", "ADDRESS", "STATE", "AGE", "RUN", "WAIT")
     console.table(columns, rows, right=("PID", "AGE", "RUN", "WAIT"))
+    if not all_records and (dead := deaths(records)):
+        console.note(dead)
 
 
 def look(record: InstanceRecord, timeout_s: float, ranks: bool = False) -> Line:

@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -189,7 +189,7 @@ def find_instance(name: str | None = None) -> InstanceRecord:
     names = ", ".join(record.name for record in running)
     if name is None:
         if not running:
-            raise InstanceError("no instance is running; start one with `llmserve launch`", 3)
+            raise InstanceError(none_running(records), 3)
         if len(running) > 1:
             raise InstanceError(f"several instances are running: {names}; choose one with --instance", 2)
         return running[0]
@@ -197,8 +197,25 @@ def find_instance(name: str | None = None) -> InstanceRecord:
         if record.name == name and record.alive:
             return record
         if record.name == name:
-            raise InstanceError(f'instance "{name}" is dead: its process {record.pid} is gone; launch it again', 69)
+            see = f"see `llmserve logs -i {name}` and " if record.log_path else ""
+            raise InstanceError(
+                f'instance "{name}" is dead: its process {record.pid} is gone; {see}launch it again', 69
+            )
     raise InstanceError(f'no instance is called "{name}"; running: {names or "none"}', 3)
+
+
+def none_running(records: Iterable[InstanceRecord]) -> str:
+    """What to say when none of the instances is running."""
+    dead = deaths(records)
+    return f"no instance is running{f': {dead}' if dead else ''}; start one with `llmserve launch`"
+
+
+def deaths(records: Iterable[InstanceRecord]) -> str:
+    """The instances that died and left their directory, in words; empty if none did."""
+    names = [f'"{record.name}"' for record in records if not record.alive]
+    if len(names) == 1:
+        return f"{names[0]} has died, see `llmserve logs -i {names[0][1:-1]}`"
+    return f"{', '.join(names)} have died, see `llmserve ps --all`" if names else ""
 
 
 def sweep_stale() -> list[str]:

@@ -450,6 +450,11 @@ def test_ps_shows_a_dead_instance_only_when_asked(own_root: Path, tiny_model: Pa
     main.kill()
     assert_gone(processes)
     assert json.loads(run_cli(own_root, "ps", "--json").stdout) == []
+    none = (
+        'no instance is running: "default" has died, see `llmserve logs -i default`; start one with `llmserve launch`'
+    )
+    assert run_cli(own_root, "ps").stderr == f"{none}\n"
+    assert run_cli(own_root, "ping").stderr == f"llmserve: {none}\n"
     listed = json.loads(run_cli(own_root, "ps", "--all", "--json").stdout)
     assert [(line["name"], line["state"]) for line in listed] == [("default", "dead")]
     dead = run_cli(own_root, "stop", "--instance", "default")
