@@ -5,6 +5,7 @@ import logging
 import shlex
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
@@ -17,13 +18,14 @@ from rich.text import Text
 from llmserve.cli.format import duration, plural, size
 from llmserve.cli.live_log import LiveLog
 
+if TYPE_CHECKING:
+    from llmserve.runtime.child import Fact
+
 log = logging.getLogger(__name__)
 
 STAGES = ("port", "model", "weights", "kv pool", "warm-up")
 BAR_WIDTH = 32
 LOGGED_EVERY_S = 5.0
-
-Fact = int | float | str
 
 
 class Stage:
@@ -61,7 +63,7 @@ class Checklist:
             self._log.start()  # the instance's directory exists by now
         self._line(name).result = detail
 
-    def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None:
+    def ready(self, address: str, model: str, facts: "Mapping[str, Fact]") -> None:
         pool = self._stages.get("kv pool")
         if pool is not None and "kv_bytes" in facts:
             pool.result = f"{pool.total:,.0f} tokens, {size(float(facts['kv_bytes']))}"
@@ -134,7 +136,7 @@ class LogLines:
     def stage(self, name: str, detail: str) -> None:
         log.info('done stage="%s" result="%s"', name, detail)
 
-    def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None:
+    def ready(self, address: str, model: str, facts: "Mapping[str, Fact]") -> None:
         known = " ".join(f"{name}={value}" for name, value in facts.items())
         log.info("ready address=%s model=%s %s", address, model, known)
 

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from llmserve.cli.common import CommandError, exit_code_of, find_instance
 from llmserve.cli.console import Console
@@ -21,9 +21,10 @@ from llmserve.runtime.config import Secrets, ServerArgs
 from llmserve.runtime.instance import runtime_root
 from llmserve.runtime.logs import setup_logging
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from llmserve.runtime.child import Fact
 
-Fact = int | float | str
+log = logging.getLogger(__name__)
 
 
 def run_attached(console: Console, args: ServerArgs, secrets: Secrets) -> int:
@@ -101,7 +102,7 @@ class Relay:
     def stage(self, name: str, detail: str) -> None:
         self._write("stage", name, detail)
 
-    def ready(self, address: str, model: str, facts: Mapping[str, Fact]) -> None:
+    def ready(self, address: str, model: str, facts: "Mapping[str, Fact]") -> None:
         self._write("ready", address, model, dict(facts))
         self._events.close()
 
