@@ -1,5 +1,7 @@
 """A step's plan as the tensors that a forward pass reads."""
 
+from itertools import accumulate
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,33 +13,35 @@ from llmserve.runtime.engine.batch import StepPlan, int32_array
 def make_forward_batch(plan: StepPlan, page_size: int, device: torch.device) -> tuple[ForwardBatch, list[int]]:
     """The plan as tensors, and the host's copy of query_start [B + 1]."""
     rows = plan.rows
-    lengths = np.array([len(row.token_ids) // 4 for row in rows], dtype=np.int32)
-    first = np.array([row.start for row in rows], dtype=np.int32)
-    starts = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=starts[1:])
+    lengths = [len(row.token_ids) // 4 for row in rows]
+    first = [row.start for row in rows]
+    seq_lens = [start + length for start, length in zip(first, lengths, strict=True)]
+    starts = [0, *accumulate(lengths)]
     page_counts = [len(row.pages) // 4 for row in rows]
     table = np.zeros((len(rows), max(page_counts)), dtype=np.int32)
     for i, row in enumerate(rows):
         table[i, : page_counts[i]] = int32_array(row.pages)
-    input_ids = int32_array(b"".join(row.token_ids for row in rows)).astype(np.int64)
-    owner = np.repeat(np.arange(len(rows)), lengths)
-    positions = np.arange(len(input_ids)) - (starts[:-1] - first)[owner]
+    input_ids = int32_array(b"".join([row.token_ids for row in rows])).astype(np.int64)
+    owner, positions = np.arange(len(rows)), np.array(first)
+    if len(input_ids) > len(rows):
+        owner = np.repeat(owner, lengths)
+        positions = np.arange(len(input_ids)) + (positions - starts[:-1])[owner]
     slots = table[owner, positions // page_size].astype(np.int64) * page_size + positions % page_size
-    seq_lens = first + lengths
 
     def to_device(values: "np.ndarray") -> Tensor:
-        return torch.from_numpy(values).to(device, non_blocking=True)
+        tensor = torch.from_numpy(values)
+        return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
     batch = ForwardBatch(
         input_ids=to_device(input_ids),
         positions=to_device(positions),
-        query_start=to_device(starts),
-        seq_lens=to_device(seq_lens),
+        query_start=to_device(np.array(starts, dtype=np.int32)),
+        seq_lens=to_device(np.array(seq_lens, dtype=np.int32)),
         block_table=to_device(table),
         slot_mapping=to_device(slots),
         num_tokens=len(input_ids),
         num_sequences=len(rows),
-        max_query_len=int(lengths.max()),
-        max_seq_len=int(seq_lens.max()),
+        max_query_len=max(lengths),
+        max_seq_len=max(seq_lens),
     )
-    return batch, starts.tolist()
+    return batch, starts

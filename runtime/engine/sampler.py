@@ -25,6 +25,28 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowResult]:
     A row without a finite best logit gets an error instead of a token. The device is synced only at the end.
     """
     tokens, best = argmax(logits)
+    allowed = best if all(map(_plain, specs)) else _choose(logits, specs, tokens, best)
+    logprobs = _sampled_logprobs(logits, tokens, specs)
+    logits_of_best = best.tolist()
+    scores = logits_of_best if allowed is best else allowed.tolist()
+    results = []
+    for i, (token, logit, score) in enumerate(zip(tokens.tolist(), logits_of_best, scores, strict=True)):
+        if not math.isfinite(logit):
+            results.append(RowResult(error="the model's logits are not finite"))
+        elif not math.isfinite(score):
+            results.append(RowResult(error="no token is allowed here"))
+        else:
+            results.append(RowResult(token_id=token, logprobs=logprobs.get(i)))
+    return results
+
+
+def _plain(spec: SampleSpec) -> bool:
+    """Whether the token with the largest logit is the one to choose."""
+    return spec.params.greedy and not spec.mask and not _adjusted(spec)
+
+
+def _choose(logits: Tensor, specs: Sequence[SampleSpec], tokens: Tensor, best: Tensor) -> Tensor:
+    """Replaces in `tokens` those that are not simply the best; returns the largest score allowed in each row."""
     allowed = best.clone()
     scores = [adjust(row, spec) if _adjusted(spec) else row for row, spec in zip(logits, specs, strict=True)]
     masked = [i for i, spec in enumerate(specs) if spec.mask]
@@ -41,16 +63,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowResult]:
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
         tokens[index] = _draw_all([scores[i] for i in drawn], allowed[index], [specs[i] for i in drawn])
-    logprobs = _sampled_logprobs(logits, tokens, specs)
-    results = []
-    for i, (token, logit, score) in enumerate(zip(tokens.tolist(), best.tolist(), allowed.tolist(), strict=True)):
-        if not math.isfinite(logit):
-            results.append(RowResult(error="the model's logits are not finite"))
-        elif not math.isfinite(score):
-            results.append(RowResult(error="no token is allowed here"))
-        else:
-            results.append(RowResult(token_id=token, logprobs=logprobs.get(i)))
-    return results
+    return allowed
 
 
 def _draw_all(rows: list[Tensor], best: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
