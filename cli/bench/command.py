@@ -81,11 +81,7 @@ def bench(
         url = url_of(record.host, record.port)
     else:
         url = checked_url(url)
-    try:
-        fields = jsonlib.loads(extra)
-        assert isinstance(fields, dict)
-    except (ValueError, AssertionError):
-        raise CommandError(f"--extra must be a JSON object, not {extra!r}", ExitCode.USAGE) from None
+    fields = extra_fields(extra)
     key = api_key(console, api_key_file)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     own = Load(
@@ -107,6 +103,17 @@ def bench(
         show(console, results)
     if any(result.errors for result in results):
         raise typer.Exit(ExitCode.FAILED)
+
+
+def extra_fields(text: str) -> dict[str, Any]:
+    """The JSON object in `text`. Raises CommandError if it holds anything else."""
+    try:
+        fields = jsonlib.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise CommandError(f"--extra must be a JSON object, not {text!r}", ExitCode.USAGE)
+    return fields
 
 
 def refuse_shape(ctx: typer.Context) -> None:
