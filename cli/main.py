@@ -25,7 +25,7 @@ CONTEXT_SETTINGS = {"help_option_names": ["--help", "-h"]}
 
 
 def discard_output() -> None:
-    """Python would complain at exit about what is left to be written."""
+    """Discards what stdout and stderr still buffer; otherwise Python reports an error at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -35,7 +35,7 @@ def discard_output() -> None:
 
 
 def status_behind(error: BaseException) -> int:
-    """The exit status of the error that was being told when `error` came; 0 if none was."""
+    """The exit status of the error that was being reported when `error` was raised; 0 if there was none."""
     told = error.__context__
     while told is not None:
         code = getattr(told, "exit_code", None)
@@ -94,7 +94,9 @@ class LazyGroup(TyperGroup):
         self.commands[name] = typer.main.get_command(single)
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Runs the program. Output that cannot be written, --help and --version included, is no bug of ours."""
+        """Runs the program. Output that cannot be written, also that of --help and --version, is reported in one
+        line.
+        """
         try:
             return super().main(*args, **extra)
         except SystemExit as end:

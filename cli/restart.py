@@ -57,9 +57,9 @@ def restart(
 
 
 def updated_weights(record: InstanceRecord) -> list[tuple[str, int]]:
-    """Path and version of the weights that serve, of each replica, if they are not those of the launch.
+    """Path and version of the weights of each replica whose weights were updated after the launch.
 
-    Empty when the instance does not answer: it is to be restarted all the same.
+    Empty when the instance does not answer, because it is restarted anyway.
     """
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.client import RpcCallError

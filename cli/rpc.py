@@ -104,7 +104,7 @@ class Remote:
 
     @property
     def several(self) -> bool:
-        """Whether there are several replicas, so that it has to be said which one a line is about."""
+        """Whether there are several replicas, so that output must name them."""
         return len(self._clients) > 1
 
     def label(self, replica: int) -> str:

@@ -44,7 +44,7 @@ def status(
 
 
 def loads_of(remote: "Remote", answers: "Answers[GetStatusReqOutput]") -> list[Load]:
-    """One a replica, as `ps` has them."""
+    """The load of each replica, as in `ps`."""
     loads = {replica: Load(None, None, SILENT, replica) for replica in remote.replicas}
     loads |= {n: Load(answer.running, answer.waiting, answer.state, n) for n, answer in answers.items()}
     return list(loads.values())
@@ -103,7 +103,7 @@ def show(
 
 
 def replica_row(load: Load, answer: "GetStatusReqOutput | None") -> list[str]:
-    """What tells the replicas apart; little of one that is silent."""
+    """The cells of a replica in the table; dashes if it is silent."""
     if answer is None:
         return [str(load.replica), load.state, *["-"] * (len(REPLICA) - 2)]
     late = f", a step takes {format.duration(answer.in_step_s)} already" if answer.in_step_s >= LONG_STEP_S else ""

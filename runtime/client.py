@@ -152,7 +152,9 @@ class _Client:
         self._idle.append(dealer)
 
     def _connected(self) -> Dealer:
-        """A socket to the server that listens now: one that does not know yet of a restart would lose the request."""
+        """A socket to the current server. One that is still connected to a server before a restart would lose the
+        request.
+        """
         listener = listener_at(self.address)
         if listener != self._listener:
             self.close()
@@ -217,7 +219,7 @@ def rpc_address(record: InstanceRecord) -> str:
 
 
 def listener_at(address: str) -> int:
-    """A number that differs from that of whoever listened at `address` before; 0 while nobody does."""
+    """Identifies the server that listens at `address`: the ctime of its socket in nanoseconds; 0 if there is none."""
     try:
         return os.stat(address.removeprefix("ipc://")).st_ctime_ns
     except OSError:

@@ -40,7 +40,7 @@ async def call_each(
 async def ask_each(
     addresses: Sequence[str], request: ControlRequest[AnswerT], timeout_s: float
 ) -> list[AnswerT | RpcCallError]:
-    """As call_each, but a replica that fails has its error in the place of its answer. Not for updates of weights."""
+    """Like call_each, but returns the error of a replica that fails in place of its answer. Not for weight updates."""
     return await _gather([_call(address, request, timeout_s, None) for address in addresses])
 
 

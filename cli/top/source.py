@@ -273,7 +273,7 @@ class Live(Source):
 
 
 def but(done: str, failure: RpcCallError | None) -> str:
-    """What was done, and on which replicas it was not."""
+    """`done`, followed by the error of the replicas that failed."""
     return done if failure is None else f"{done}; {failure}"
 
 

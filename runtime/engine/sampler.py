@@ -41,12 +41,14 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowResult]:
 
 
 def _plain(spec: SampleSpec) -> bool:
-    """Whether the token with the largest logit is the one to choose."""
+    """Whether the choice is the argmax of the unmodified logits."""
     return spec.params.greedy and not spec.mask and not _adjusted(spec)
 
 
 def _choose(logits: Tensor, specs: Sequence[SampleSpec], tokens: Tensor, best: Tensor) -> Tensor:
-    """Replaces in `tokens` those that are not simply the best; returns the largest score allowed in each row."""
+    """Overwrites in `tokens` those that are not plain argmaxes. Returns [rows], the largest
+    allowed score of each row.
+    """
     allowed = best.clone()
     scores = [adjust(row, spec) if _adjusted(spec) else row for row, spec in zip(logits, specs, strict=True)]
     masked = [i for i, spec in enumerate(specs) if spec.mask]

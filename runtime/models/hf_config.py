@@ -22,7 +22,7 @@ def parse_config(config: Json, generation: Json | None = None) -> ModelConfig:
     try:
         parsed = _parse(config, generation or {})
         model = msgspec.convert(msgspec.to_builtins(parsed), ModelConfig)  # checks every type and size
-        # What is no row of the vocabulary is never generated, so it ends nothing.
+        # Ids outside the vocabulary are never generated.
         stop = tuple(token_id for token_id in model.eos_token_ids if 0 <= token_id < model.vocab_size)
         return msgspec.structs.replace(model, eos_token_ids=stop)
     except ConfigError:
