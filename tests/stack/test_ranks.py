@@ -486,7 +486,7 @@ def test_a_rank_that_stands_still_ends_its_replica_alone(own_root: Path, long_mo
         for error in lost:
             assert error is not None
             assert re.search(
-                r"the scheduler-dp1-pp0-tp0 \(pid \d+\) made no step for 2 s "
+                r"the scheduler-dp1-pp0-tp0 \(pid \d+\) made no step for 4 s "
                 r"\(the scheduler-dp1-pp0-tp1 \(pid \d+\) is stopped\)",
                 error["message"],
             )
