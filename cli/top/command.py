@@ -56,8 +56,9 @@ def top(
     """
     from llmserve.cli.top.glyphs import ASCII, UNICODE
     from llmserve.cli.top.keys import Ui
+    from llmserve.cli.top.live import Live
     from llmserve.cli.top.samples import Recorder
-    from llmserve.cli.top.source import Live, Replay
+    from llmserve.cli.top.source import Replay
 
     console = console_of(ctx)
     if record and replay:

@@ -28,7 +28,8 @@ from instances import (
     launched,
     wait_until,
 )
-from llmserve.cli.top.source import Item, Live
+from llmserve.cli.top.live import Live
+from llmserve.cli.top.source import Item
 from llmserve.runtime.client import RpcCallError, RpcClient
 from llmserve.runtime.instance import find_instance
 from llmserve.runtime.messages import (
