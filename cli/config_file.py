@@ -22,9 +22,9 @@ def default_path(environ: Mapping[str, str]) -> Path:
 def file_in_effect(path: Path | None, environ: Mapping[str, str]) -> Path | None:
     """The named file, else the default one if it exists."""
     if path is not None:
-        return path.expanduser()
+        return Path(os.path.expanduser(path))
     default = default_path(environ)
-    return default if default.exists() else None
+    return default if os.path.exists(default) else None  # one in a home that this user may not enter is not theirs
 
 
 def read(path: Path, ctx: typer.Context) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`llmserve update-weights`: swaps the weights of the running instance, or says why that would not work."""
 
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -68,7 +69,8 @@ def update_weights(
     from llmserve.cli.rpc import ProgressReport, Remote
 
     console = console_of(ctx)
-    path = str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model
+    path = os.path.expanduser(model)
+    path = str(Path(path).resolve()) if os.path.exists(path) else model
     request = UpdateWeightReqInput(model_path=path, load_format=load_format, mode=mode, dry_run=dry_run)
     with Remote.find(instance, timeout) as remote:
         if mode == "abort" and not dry_run:

@@ -20,14 +20,14 @@ def cached(kind: str, name: str) -> Path:
 
     Raises OSError when neither directory can be written.
     """
-    directory = Path(platformdirs.user_cache_dir("llmserve"), kind)
-    if (directory / name).exists():
-        return directory / name
     try:
+        directory = Path(platformdirs.user_cache_dir("llmserve"), kind)
+        if (directory / name).exists():
+            return directory / name
         directory.mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(f"{directory} cannot be written")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter of a user without a home
         log.info("the cache is under the temporary directory, as %s", error)
         directory = _private_directory() / kind
         directory.mkdir(exist_ok=True)

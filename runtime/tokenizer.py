@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, processors
 
@@ -240,15 +241,12 @@ def _token_text(entry: object) -> str:
 
 def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The sources of the chat templates by name. Files take precedence over the configuration, as in transformers."""
-    sources: dict[str, str] = {}
     inline = config.get("chat_template")
-    if isinstance(inline, str):
-        sources["default"] = inline
-    elif isinstance(inline, list):
-        sources |= {entry["name"]: entry["template"] for entry in inline}
+    named = inline if isinstance(inline, list) else [{"name": "default", "template": inline}] if inline else []
     files = {"default": directory / "chat_template.jinja"}
     files |= {path.stem: path for path in (directory / "additional_chat_templates").glob("*.jinja")}
     try:
+        sources = msgspec.convert({entry["name"]: entry["template"] for entry in named}, dict[str, str])
         return sources | {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.exists()}
-    except OSError as error:
-        raise ConfigError(f"cannot read the chat template: {error}") from error
+    except (OSError, KeyError, TypeError, ValueError) as error:  # ValueError: what is no text, as bytes or as JSON
+        raise ConfigError(f"cannot read the chat template: {type(error).__name__}: {error}") from error

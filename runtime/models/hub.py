@@ -4,10 +4,13 @@ weights.
 Imports no torch, and huggingface_hub only for a hub id.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,12 +64,13 @@ def resolve(model: str, load_format: LoadFormat = "auto") -> Checkpoint:
     May download files, and may convert a tokenizer once, which takes seconds. Raises ConfigError that says what to
     do.
     """
-    path = Path(model).expanduser()
-    name = path.name if path.name not in ("", "..") else path.resolve().name
-    path = local_path(model) or _checkpoint_in(_from_hub(model))
-    if path.is_file():
-        return _gguf_checkpoint(path, name, load_format)
-    return _directory_checkpoint(path, name, load_format)
+    with _reading(model):
+        path = _path(model)
+        name = path.name if path.name not in ("", "..") else path.resolve().name
+        path = local_path(model) or _checkpoint_in(_from_hub(model))
+        if path.is_file():
+            return _gguf_checkpoint(path, name, load_format)
+        return _directory_checkpoint(path, name, load_format)
 
 
 def local_path(model: str) -> Path | None:
@@ -74,12 +78,26 @@ def local_path(model: str) -> Path | None:
 
     Raises ConfigError for a name that is neither.
     """
-    path = Path(model).expanduser()
-    if path.exists():
-        return _checkpoint_in(path)
+    with _reading(model):
+        path = _path(model)
+        if path.exists():
+            return _checkpoint_in(path)
     if not _HUB_ID.fullmatch(_repository_of(model)[0]):
         raise ConfigError(f"{model} does not exist, and it is not a hub id (ORG/NAME)")
     return None
+
+
+def _path(model: str) -> Path:
+    return Path(os.path.expanduser(model))
+
+
+@contextlib.contextmanager
+def _reading(model: str) -> Iterator[None]:
+    """Turns the system's refusal (a directory that may not be entered, a name that is too long) into a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{model} cannot be read: {error.strerror or error}") from error
 
 
 def _checkpoint_in(path: Path) -> Path:

@@ -61,6 +61,13 @@ def test_without_a_file_it_says_where_one_would_be(home: Path) -> None:
     assert str(home / "llmserve" / "config.toml") in run("config").err
 
 
+def test_a_home_that_cannot_be_looked_into_holds_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of another user, whose variables `sudo` keeps; here the system refuses for its length."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", f"/{'x' * 300}")
+    assert "there is no configuration file at" in run("config").err
+    assert run("config", "--config", "~no-such-user/f.toml").code == 78
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import pwd
 import shutil
 import stat
 import sys
@@ -17,9 +18,10 @@ from huggingface_hub import constants, errors
 from tokenizers import Tokenizer
 
 from checkpoints import make_tiny
+from llmserve.runtime.caches import cached
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.models import convert
-from llmserve.runtime.models.hub import default_model, resolve, tokenizer_digest
+from llmserve.runtime.models.hub import default_model, local_path, resolve, tokenizer_digest
 
 
 def test_a_directory(tmp_path: Path) -> None:
@@ -163,6 +165,17 @@ def test_a_cache_that_cannot_be_written_has_a_private_stand_in(tmp_path: Path, m
         resolve(default_model())
 
 
+def test_a_user_without_a_home_has_a_private_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as any number; or with the home of another, which it may not look into."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", f"/{'x' * 300}")
+    assert cached("kernels", "library").parent.parent == tmp_path / f"llmserve-cache-{os.geteuid()}"
+    for variable in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert cached("kernels", "library").parent.parent == tmp_path / f"llmserve-cache-{os.geteuid()}"
+
+
 def test_a_cache_that_can_only_be_read_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image of a container brings what it needs."""
     made = Path(resolve(default_model()).tokenizer_dir)
@@ -236,10 +249,19 @@ def test_a_hub_id_that_is_not_in_the_cache(model: str) -> None:
         resolve(model)
 
 
-@pytest.mark.parametrize("model", ["unknown", "/no/such/path", "a/b/c", "org/na me", "../org/name", "./name"])
+@pytest.mark.parametrize(
+    "model", ["unknown", "/no/such/path", "a/b/c", "org/na me", "../org/name", "./name", "~no-such-user/name"]
+)
 def test_what_is_neither_a_path_nor_a_hub_id(model: str) -> None:
     with pytest.raises(ConfigError, match=r"does not exist, and it is not a hub id \(ORG/NAME\)"):
         resolve(model)
+
+
+def test_a_path_that_the_system_refuses() -> None:
+    """A name that is too long, as a directory that may not be entered."""
+    for find in (resolve, local_path):
+        with pytest.raises(ConfigError, match=r"^/a{300} cannot be read: File name too long$"):
+            find(f"/{'a' * 300}")
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,19 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "template", [5, [{"name": "default"}], [{"name": "default", "template": 5}], ["x"], b"caf\xe9"]
+)
+def test_a_template_that_is_no_text_is_named(template: object, tmp_path: Path) -> None:
+    small_tokenizers.save(BACKENDS["llama"], tmp_path, None)
+    if isinstance(template, bytes):
+        (tmp_path / "chat_template.jinja").write_bytes(template)
+    else:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ConfigError, match="cannot read the chat template"):
+        Tokenizer.load(tmp_path)
+
+
 def test_a_decoder_that_looks_at_neighbours_is_refused() -> None:
     backend = small_tokenizers.words()
     backend.decoder = tokenizers.decoders.CTC()
