@@ -36,7 +36,7 @@ class OpenRequest:
 
     def _run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._request, timeout=PATIENCE_S) as response:
+            with httpx.stream("POST", self._url, json=self._request, timeout=3 * PATIENCE_S) as response:
                 self.status = response.status_code
                 if self._request["stream"] and self.status == 200:
                     for line in lines_of(response):

@@ -89,7 +89,8 @@ def test_sigterm_refuses_new_work_and_finishes_the_old(own_root: Path, long_mode
 
     The scheduler stands still meanwhile, so that the old work does not end before we have looked.
     """
-    with launched(own_root, "drained", str(long_model)) as instance, load(instance, SOME) as requests:
+    options = (str(long_model), "--drain-timeout", "170")
+    with launched(own_root, "drained", *options) as instance, load(instance, SOME) as requests:
         scheduler = instance.child("scheduler")
         scheduler.suspend()
         processes, url = instance.processes(), instance.url
@@ -104,7 +105,7 @@ def test_sigterm_refuses_new_work_and_finishes_the_old(own_root: Path, long_mode
         assert refused.status_code == 503
         assert "draining" in refused.json()["error"]["message"]
         for request in requests:
-            request.wait(PATIENCE_S)
+            request.wait(2 * PATIENCE_S)
             assert request.status == 200
             assert request.error is None
         for request in requests[:2]:
@@ -119,14 +120,14 @@ def test_sigterm_refuses_new_work_and_finishes_the_old(own_root: Path, long_mode
 
 def test_a_paused_instance_goes_on_when_it_is_to_end(own_root: Path, long_model: Path) -> None:
     """What it holds ends well, long before the drain timeout, though nobody resumes it."""
-    options = (str(long_model), "--drain-timeout", "60")
+    options = (str(long_model), "--drain-timeout", "170")
     with launched(own_root, "held", *options) as instance, load(instance, SOME) as requests:
         with RpcClient(instance.record["rpc_addresses"][0]) as client:
             client.call(PauseGenerationReqInput(mode="retract"), timeout_s=PATIENCE_S)
         assert all(request.going for request in requests), "they ended too soon to show anything"
         instance.process.terminate()
         for request in requests:
-            request.wait(PATIENCE_S)
+            request.wait(2 * PATIENCE_S)
             assert (request.status, request.error) == (200, None)
         assert instance.wait_ended(5) == 0
 

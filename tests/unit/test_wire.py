@@ -482,7 +482,7 @@ def test_a_poller_returns_as_soon_as_any_socket_is_readable(tmp_path: Path) -> N
     push = Push(second.address)
     began = time.monotonic()
     Poller(first, second).wait(0.1)
-    assert time.monotonic() - began >= 0.1
+    assert time.monotonic() - began > 0.09  # ZeroMQ counts milliseconds
     push.send(GOOD)
     began = fair_time()
     Poller(first, second).wait(PATIENCE_S)
