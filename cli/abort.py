@@ -33,7 +33,8 @@ def complete_rid(ctx: typer.Context, incomplete: str) -> list[str]:
     except (InstanceError, RpcCallError):
         return []
     rids = dict.fromkeys(info.rid for answer in answers.values() for info in answer.requests)
-    return [rid for rid in rids if rid.startswith(incomplete) and SAFE_RID.fullmatch(rid)]
+    given = ctx.params.get("rids") or ()
+    return [rid for rid in rids if rid.startswith(incomplete) and rid not in given and SAFE_RID.fullmatch(rid)]
 
 
 def parse_age(text: str) -> float:

@@ -7,7 +7,7 @@ nothing about instances or commands. Rich is imported only when it is used.
 import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -111,6 +111,18 @@ class Console:
         self.print(f"\x1b[1m{header}\x1b[0m" if self.color else header)
         for row in cells:
             self.print(line(row))
+
+    @contextlib.contextmanager
+    def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Shows on a terminal what a command waits for, while in `with`; gives a function that changes the text.
+
+        Without a text, and off a terminal, it shows nothing.
+        """
+        if not text or not self.stderr.isatty():
+            yield lambda text: None
+            return
+        with self.err.status(text) as status:
+            yield status.update
 
     def progress(self) -> "rich.progress.Progress":
         """A Rich progress display on stderr: bars on a terminal, nothing off it."""

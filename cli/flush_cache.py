@@ -41,7 +41,8 @@ def flush_cache(
     with Remote.find(instance, timeout + wait) as remote:
         if abort:
             confirm(console, remote.open_requests, f' of "{remote.record.name}" and flush its cache', yes)
-        answers = remote.some(FlushCacheReqInput(wait_s=wait, abort=abort))
+        with console.waiting("waiting until what runs has ended" if wait else ""):
+            answers = remote.some(FlushCacheReqInput(wait_s=wait, abort=abort))
     if json:
         pages, freed = (
             sum(getattr(each, name) for each in answers.values()) for name in ("pages_freed", "bytes_freed")

@@ -1,7 +1,8 @@
 """`llmserve pause`, `resume` and `drain`: whether the instance takes steps, and new requests."""
 
+import signal
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,7 @@ from llmserve.cli.common import (
     confirm,
     console_of,
 )
+from llmserve.cli.console import Console
 from llmserve.runtime.messages import (
     DEFAULT_PAUSE_MODE,
     ContinueGenerationReqInput,
@@ -24,6 +26,9 @@ from llmserve.runtime.messages import (
     PauseGenerationReqInput,
     PauseMode,
 )
+
+if TYPE_CHECKING:
+    from llmserve.cli.rpc import Remote
 
 POLL_S = 0.2
 
@@ -56,7 +61,8 @@ def pause(
     with Remote.find(instance, timeout) as remote:
         if mode == "abort":
             confirm(console, remote.open_requests, f' of "{remote.record.name}" and pause it', yes)
-        answers = remote.some(PauseGenerationReqInput(mode=mode))
+        with console.waiting("waiting until what runs has ended" if mode == "drain" else ""):
+            answers = remote.some(PauseGenerationReqInput(mode=mode))
     if json:
         retracted, aborted = (
             sum(getattr(each, name) for each in answers.values()) for name in ("retracted", "aborted")
@@ -108,17 +114,11 @@ def drain(
     from llmserve.cli.rpc import Remote
 
     console = console_of(ctx)
-    deadline = time.monotonic() + timeout
     with Remote.find(instance, min(timeout, 30.0)) as remote:
         started = remote.some(DrainReqInput())
         left = {replica: answer.running + answer.waiting for replica, answer in started.items()}
-        while wait and any(left.values()) and started.failure is None:
-            if time.monotonic() >= deadline:
-                requests = format.plural(sum(left.values()), "request")
-                raise CommandError(f"{requests} left after {timeout:g} s; the instance still drains", ExitCode.BUSY)
-            time.sleep(POLL_S)
-            loads = zip(remote.replicas, remote.each(GetLoadReqInput()), strict=True)
-            left = {replica: load.running + load.waiting for replica, load in loads}
+        if wait and started.failure is None:
+            wait_until_none_is_left(console, remote, left, timeout)
     if json:
         replicas = [{"replica": replica, "left": count} for replica, count in left.items()]
         console.json({"state": "draining", "left": sum(left.values()), "replicas": replicas})
@@ -127,3 +127,22 @@ def drain(
             state = f"draining, {format.plural(count, 'request')} left" if count else "drained"
             console.print(f"{remote.label(replica)}{state}")
     started.check()
+
+
+def wait_until_none_is_left(console: Console, remote: "Remote", left: dict[int, int], timeout: float) -> None:
+    """Keeps `left`, the number of requests by dp_rank, up to date until there are none. Raises CommandError."""
+    deadline = time.monotonic() + timeout
+    try:
+        with console.waiting("draining") as say:
+            while any(left.values()):
+                requests = format.plural(sum(left.values()), "request")
+                if time.monotonic() >= deadline:
+                    raise CommandError(f"{requests} left after {timeout:g} s; the instance still drains", ExitCode.BUSY)
+                say(f"draining {remote.record.name}: {requests} left")
+                time.sleep(POLL_S)
+                loads = zip(remote.replicas, remote.each(GetLoadReqInput()), strict=True)
+                left.update({replica: load.running + load.waiting for replica, load in loads})
+    except KeyboardInterrupt:
+        requests = format.plural(sum(left.values()), "request")
+        message = f"interrupted with {requests} left; the instance still drains, `llmserve resume` ends that"
+        raise CommandError(message, 128 + signal.SIGINT) from None

@@ -1,5 +1,6 @@
 """`llmserve ping`: the round trip to the scheduler, which also says that it takes steps."""
 
+import signal
 import time
 from typing import Annotated
 
@@ -24,6 +25,7 @@ def ping(
     """Measure the round trip to the scheduler.
 
     The answer comes from between two steps, so under load it takes up to one step, or half a second of a longer one.
+    Ctrl-C ends it with the figures so far.
     """
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.messages import PingReqInput
@@ -31,19 +33,24 @@ def ping(
     console = console_of(ctx)
     times_ms: list[float] = []
     with Remote.find(instance, timeout) as remote:
-        for number in range(count):
-            if number:
-                time.sleep(interval)
-            start = time.perf_counter()
-            answers = remote.each(PingReqInput())
-            times_ms.append((time.perf_counter() - start) * 1000)
+        try:
+            while len(times_ms) < count:
+                if times_ms:
+                    time.sleep(interval)
+                start = time.perf_counter()
+                answers = remote.each(PingReqInput())
+                times_ms.append((time.perf_counter() - start) * 1000)
+        except KeyboardInterrupt:
+            if not times_ms:
+                raise
+    done = len(times_ms)
     times_ms.sort()
-    p50, p99 = (times_ms[min(count - 1, int(count * share))] for share in (0.50, 0.99))
+    p50, p99 = (times_ms[min(done - 1, int(done * share))] for share in (0.50, 0.99))
     if json:
         console.json(
             {
                 "instance": remote.record.name,
-                "count": count,
+                "count": done,
                 "min_ms": round(times_ms[0], 3),
                 "p50_ms": round(p50, 3),
                 "p99_ms": round(p99, 3),
@@ -67,7 +74,9 @@ def ping(
         console.print(f"PONG {times_ms[0]:.2f} ms ({states})")
     else:
         figures = {"min": times_ms[0], "p50": p50, "p99": p99, "max": times_ms[-1]}
-        console.print(f"{count} × PONG  " + "  ".join(f"{name} {value:.2f}" for name, value in figures.items()) + " ms")
+        console.print(f"{done} × PONG  " + "  ".join(f"{name} {value:.2f}" for name, value in figures.items()) + " ms")
+    if done < count:
+        raise typer.Exit(128 + signal.SIGINT)
 
 
 def delay_of(in_step_s: float) -> str:

@@ -64,6 +64,9 @@ def end(console: Console, record: InstanceRecord, now: bool, timeout: float | No
             sweep_stale()
         elif not now:
             wait_drained(console, record, process, timeout)
+    except KeyboardInterrupt:
+        message = f'interrupted; "{record.name}" goes on ending, `llmserve stop --now` ends it at once'
+        raise CommandError(message, 128 + signal.SIGINT) from None
     finally:
         os.close(process)
     return time.monotonic() - began
@@ -93,8 +96,7 @@ def wait_drained(console: Console, record: InstanceRecord, process: int, limit: 
     """
     deadline = time.monotonic() + (limit if limit is not None else float("inf"))
     notice, drains = time.monotonic() + TAKES_NOTICE_WITHIN_S, False
-    screen = console.err
-    with screen.status(f"draining {record.name}") as status:
+    with console.waiting(f"draining {record.name}") as say:
         while not wait_gone(process, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 raise CommandError(
@@ -111,7 +113,7 @@ def wait_drained(console: Console, record: InstanceRecord, process: int, limit: 
             load = ask_load(record)
             if load.running is not None and load.waiting is not None:
                 left = plural(load.running + load.waiting, "request")
-                status.update(f"draining {record.name}: {left} left")
+                say(f"draining {record.name}: {left} left")
 
 
 def says_it_drains(record: InstanceRecord) -> bool:

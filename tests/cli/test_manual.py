@@ -119,6 +119,7 @@ def test_bash_completes_instances_and_rids() -> None:
         assert bash("ping", "--instance", "") == ["prod", "test"]
         assert bash("ping", "-i", "p") == ["prod"]
         assert bash("abort", "-i", "prod", "") == ["cmpl-1"]
+        assert bash("abort", "-i", "prod", "cmpl-1", "") == []  # it has been named
         assert bash("abort", "-i", "test", "c") == []
         assert bash("abort", "-i", "absent", "c") == []
 

@@ -11,6 +11,7 @@ import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -20,7 +21,7 @@ from rich.cells import cell_len, set_cell_size
 from typer.testing import CliRunner
 
 from instances import PATIENCE_S, PATIENT, fair_time, wait_until
-from llmserve.cli import update_weights
+from llmserve.cli import pause, ping, stop, update_weights
 from llmserve.cli.commands import COMMANDS
 from llmserve.cli.main import app
 from llmserve.cli.rpc import ProgressReport
@@ -431,6 +432,33 @@ def test_drain_that_takes_too_long_is_exit_75(fake: FakeInstance) -> None:
     assert "3 requests left after 0.8 s" in result.err
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_of_a_ping_gives_the_figures_so_far(fake: FakeInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps = iter([lambda _: None, interrupt] * 2)
+    clock = SimpleNamespace(sleep=lambda s: next(sleeps)(s), perf_counter=time.perf_counter)
+    monkeypatch.setattr(ping, "time", clock)
+    ended = run("ping", "--count", "9", "--interval", "1")
+    assert (ended.code, ended.out[:11], ended.err) == (130, "2 × PONG  m", "")
+    assert json.loads(run("ping", "--count", "9", "--interval", "1", "--json").out)["count"] == 2
+
+
+def test_ctrl_c_says_that_a_drain_goes_on(fake: FakeInstance, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.handlers[DrainReqInput] = lambda _: DrainReqOutput(running=2, waiting=1)
+    monkeypatch.setattr(pause, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+    ended = run("drain")
+    assert (ended.code, ended.out) == (130, "")
+    assert "interrupted with 3 requests left; the instance still drains, `llmserve resume` ends that" in ended.err
+    signals: list[int] = []
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda _, number: signals.append(number))
+    monkeypatch.setattr(stop, "wait_drained", interrupt)
+    ended = run("stop")
+    assert (ended.code, ended.out, signals) == (130, "", [signal.SIGTERM])
+    assert ended.err == 'llmserve: interrupted; "fake" goes on ending, `llmserve stop --now` ends it at once\n'
+
+
 # ---- several replicas ----------------------------------------------------------------------------------------------
 
 
@@ -632,9 +660,6 @@ def test_a_refused_update_is_the_servers_words(fake: FakeInstance) -> None:
 def test_an_interrupted_update_says_which_weights_serve(
     fake: FakeInstance, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(ProgressReport, "_show", interrupt)
     monkeypatch.setattr(update_weights, "INTERRUPTED_TIMEOUT_S", PATIENCE_S if answers else 0.2)
     fake.handlers[UpdateWeightReqInput] = lambda _: [RpcProgress(stage="exchanging")]
