@@ -11,7 +11,7 @@ import reference
 from llmserve import Engine
 from llmserve.runtime.outputs import Generation
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 PROMPTS = list(reference.PROMPTS)
 
 
@@ -67,7 +67,7 @@ def test_greedy_survives_chunks_prefix_hits_and_retraction(batched: list[Generat
     """64 at once, in a pool that holds a few of them, their prompts in chunks; twice, so that prefixes are found."""
     prompts = [*PROMPTS, *PROMPTS[:24]]
     expected = [each.output_ids for each in [*batched, *batched[:24]]]
-    with Engine(dtype="float32", max_total_tokens=640, chunked_prefill_size=48, page_size=8) as engine:
+    with Engine(dtype="float32", max_total_tokens=512, chunked_prefill_size=48, page_size=8) as engine:
         cold, warm = (asyncio.run(crowd(engine, prompts, new_tokens)) for new_tokens in (NEW_TOKENS, 4))
         longest = engine.generate(PROMPTS[-1], temperature=0.0, max_new_tokens=NEW_TOKENS)
         again = engine.generate(PROMPTS[-1], temperature=0.0, max_new_tokens=NEW_TOKENS)

@@ -44,7 +44,11 @@ class Model:
 
     def __init__(self, name: str, path: str) -> None:
         self.path = path
-        self.greedy = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS.get(name, 24), "ignore_eos": True}
+        self.greedy: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_new_tokens": NEW_TOKENS.get(name, 24),
+            "ignore_eos": True,
+        }
         with Engine(path, prefix_cache=False, max_total_tokens=16384, **OPTIONS) as engine:
             if name == "default":
                 self.prompts = [engine.tokenizer.encode(text) for text in reference.PROMPTS[: COUNT - 1]]
@@ -75,7 +79,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     return model
 
 
-async def answers(engine: Engine, model: Model, aborted: Sequence[int]) -> list[list[int]]:
+async def answers(engine: Engine, model: Model, new_tokens: int, aborted: Sequence[int] = ()) -> list[list[int]]:
     """What it says to all prompts at once. Some are asked twice, the second time for an answer that is cut off."""
 
     async def abort(number: int) -> list[int]:
@@ -86,7 +90,8 @@ async def answers(engine: Engine, model: Model, aborted: Sequence[int]) -> list[
         return []
 
     async def keep(number: int) -> list[int]:
-        return (await engine.async_generate(model.prompts[number], **model.greedy)).output_ids
+        options = {**model.greedy, "max_new_tokens": new_tokens}
+        return (await engine.async_generate(model.prompts[number], **options)).output_ids
 
     requests = [*(keep(number) for number in range(COUNT)), *(abort(number) for number in aborted)]
     found = await all_at_once(engine, requests, choices=len(requests))
@@ -113,11 +118,11 @@ async def last_metrics(engine: Engine) -> list[SchedulerMetrics]:
 def test_a_split_changes_no_token(models: Callable[[str], Model], name: str, split: str) -> None:
     model = models(name)
     with Engine(model.path, **OPTIONS, **SMALL, **SPLITS[split]) as engine:
-        cold = asyncio.run(answers(engine, model, aborted=(5, 17, 29)))
-        warm = asyncio.run(answers(engine, model, aborted=()))
+        cold = asyncio.run(answers(engine, model, model.greedy["max_new_tokens"], aborted=(5, 17, 29)))
+        warm = asyncio.run(answers(engine, model, 3))
         metrics = asyncio.run(last_metrics(engine))
     assert cold == model.expected
-    assert warm == model.expected
+    assert warm == [tokens[:3] for tokens in model.expected]
     assert len(metrics) == SPLITS[split].get("dp_size", 1)
     for replica in metrics:
         assert replica.retractions_total > 0

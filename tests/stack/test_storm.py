@@ -12,7 +12,7 @@ from loads import all_at_once
 from instances import PATIENCE_S
 from llmserve import Engine
 
-REQUESTS = 400
+REQUESTS = 300
 POOL_TOKENS = 1024
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
