@@ -4,6 +4,7 @@ import re
 from typing import TypeVar
 
 import msgspec
+import msgspec.inspect
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +16,7 @@ Prompts = str | list[str | int | list[int]]
 """One text, several texts, the token ids of one prompt, or of several. See `split_prompts`."""
 
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_STEP = re.compile(r"\[[^]]*\]|[^.\[]+")
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
 
 
@@ -45,7 +47,7 @@ def _decoded(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from None
+        raise _explained(str(error), kind) from None
     except msgspec.DecodeError as error:
         raise invalid(f"the body is not JSON: {error}") from None
     except RecursionError:
@@ -70,7 +72,7 @@ def split_prompts(prompts: Prompts, param: str) -> tuple[tuple[str, ...], tuple[
     return texts, (ids,) if ids else lists
 
 
-def _explained(text: str) -> RequestError:
+def _explained(text: str, kind: type) -> RequestError:
     """The error for a message of msgspec, such as "Expected `int`, got `str` - at `$.messages[0].role`"."""
     found = _PATH.search(text)
     path = found["path"] if found else ""
@@ -81,4 +83,24 @@ def _explained(text: str) -> RequestError:
             return invalid(f"unknown parameter: {param}", param, "unknown_parameter")
         return invalid(f"missing required parameter: {param}", param, "missing_required_parameter")
     where = f"{path}: " if path else ""
-    return invalid(where + message[0].lower() + message[1:], path or None, "invalid_type")
+    message = message[0].lower() + message[1:]
+    if message.startswith("invalid enum value"):
+        message += f"; expected one of {', '.join(_choices(kind, path))}"
+    return invalid(where + message, path or None, "invalid_type")
+
+
+def _choices(kind: type, path: str) -> list[str]:
+    """What may be said at a path of a `kind`, such as messages[0].role, where a Literal says it."""
+    found = _parts_of(msgspec.inspect.type_info(kind))
+    for name in _STEP.findall(path):
+        if name.startswith("["):
+            inner = [each.item_type for each in found if isinstance(each, msgspec.inspect.ListType)]
+        else:
+            fields = [f for each in found if isinstance(each, msgspec.inspect.StructType) for f in each.fields]
+            inner = [field.type for field in fields if field.encode_name == name]
+        found = [part for each in inner for part in _parts_of(each)]
+    return [str(value) for each in found if isinstance(each, msgspec.inspect.LiteralType) for value in each.values]
+
+
+def _parts_of(type_: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
+    return [*type_.types] if isinstance(type_, msgspec.inspect.UnionType) else [type_]

@@ -6,6 +6,8 @@ import pytest
 from http_app import CHAT, COMPLETIONS, HI, MODEL, App
 
 from llmserve.runtime.messages import FILL_CONTEXT, UNSEEDED
+from llmserve.runtime.models.sampling_defaults import SamplingDefaults
+from llmserve.runtime.tokenizer import Tokenizer
 
 HONOURED: dict[str, tuple[Any, str, Any]] = {
     "temperature": (0.3, "temperature", 0.3),
@@ -33,6 +35,21 @@ async def test_every_sampling_parameter_reaches_the_engine(app: App, path: str, 
     response = await app.post(path, {**prompt, "model": MODEL, "max_tokens": 5, name: value})
     assert response.status_code == 200, response.text
     assert getattr(app.manager.last.sampling_params, field) == expected
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/generate"])
+async def test_what_a_request_leaves_out_is_as_the_model_recommends(tokenizer: Tokenizer, path: str) -> None:
+    values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
+    app = App(tokenizer, sampling=SamplingDefaults(**values))
+    prompt: dict[str, Any] = {"messages": HI} if path == CHAT else {"text" if path == "/generate" else "prompt": "hi"}
+    for given in ({}, dict.fromkeys(values), {"temperature": 0.0, "top_k": -1, "top_p": 1.0}):
+        parameters = {"sampling_params": given} if path == "/generate" else given
+        assert (await app.post(path, {**prompt, **parameters})).status_code == 200
+        params = app.manager.last.sampling_params
+        expected = values | {name: value for name, value in given.items() if value is not None}
+        expected["top_k"] = max(expected["top_k"], 0)
+        assert {name: getattr(params, name) for name in values} == expected
+        assert params.presence_penalty == 0.0
 
 
 async def test_null_means_absent(app: App) -> None:
@@ -214,6 +231,21 @@ async def test_values_that_ask_for_nothing_are_accepted(app: App) -> None:
 async def test_what_is_wrong_is_refused_with_400_that_names_it(app: App, body: dict[str, Any], param: str) -> None:
     await app.refused(COMPLETIONS, {"prompt": "hi", **body}, param)
     assert app.manager.requests == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "choices"),
+    [
+        ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role", "developer, system, tool, user"),
+        ({"messages": HI, "response_format": {"type": "xml"}}, "response_format.type", "json_schema, text"),
+        ({"messages": HI, "tool_choice": "maybe"}, "tool_choice", "auto, none, required"),
+        ({"messages": HI, "tools": [{"type": "x", "function": {"name": "f"}}]}, "tools[0].type", "one of function"),
+    ],
+)
+async def test_a_word_that_is_none_of_a_list_is_told_the_list(
+    app: App, body: dict[str, Any], param: str, choices: str
+) -> None:
+    assert (await app.refused(CHAT, body, param)).endswith(choices)
 
 
 async def test_a_missing_prompt_is_named(app: App) -> None:
