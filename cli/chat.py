@@ -119,7 +119,7 @@ def turn(console: Console, conversation: Conversation, ask: Ask, text: str) -> N
     try:
         result.show()
     except KeyboardInterrupt:
-        console.note("(ended)")
+        console.note("(ended)" if result.text else "\n(ended)")
     except CommandError as error:
         console.error(str(error))
     else:
