@@ -97,6 +97,16 @@ def launch(
             "--stream-interval", SERVER, "Tokens per event of a stream; the first one is sent alone.", metavar="TOKENS"
         ),
     ] = 2,
+    sampling_defaults: Annotated[
+        Literal["model", "openai"],
+        option(
+            "--sampling-defaults",
+            SERVER,
+            "The sampling parameters of requests that leave them out: the model's recommendations, in its "
+            "generation_config.json, or OpenAI's defaults.",
+            metavar="WHOSE",
+        ),
+    ] = "model",
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         option("--log-level", SERVER, "The lowest level to log: debug, info, warning or error.", metavar="LEVEL"),

@@ -49,6 +49,9 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True):
     watchdog_timeout: float = 60.0
     drain_timeout: float = 30.0
     stream_interval: int = 2
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """Where the sampling parameters come from that a request leaves out: the checkpoint's generation_config.json, if it
+    has one, or OpenAI's API. This is for HTTP: Engine has the defaults of SamplingParams."""
     threads: int | None = None
     attention_backend: Literal["auto", "reference", "native", "varlen"] = "auto"
     tp_size: int = 1

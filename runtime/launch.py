@@ -16,6 +16,7 @@ from llmserve.runtime.child import ChildInit, Fact, Progress, Status
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.instance import acquire
 from llmserve.runtime.models import hub
+from llmserve.runtime.models.sampling_defaults import SamplingDefaults, sampling_defaults
 from llmserve.runtime.observer import LaunchObserver, SilentObserver
 from llmserve.runtime.ports import PortArgs
 from llmserve.runtime.processes import ChildProcess, describe_end
@@ -43,7 +44,8 @@ class Stack:
     """The processes of one instance. Call `start`, use `tokenizer_manager` until `wait_failed` returns, and always
     `stop`.
 
-    `checkpoint`, `tokenizer_manager` and `facts` (see `facts_of`) are set once `start` has returned.
+    `checkpoint`, `sampling_defaults`, `tokenizer_manager` and `facts` (see `facts_of`) are set once `start` has
+    returned.
     """
 
     def __init__(self, args: ServerArgs, observer: LaunchObserver | None = None) -> None:
@@ -53,6 +55,7 @@ class Stack:
         self.instance = acquire(args.name)
         self.facts: dict[str, Fact] = {}
         self.checkpoint: hub.Checkpoint
+        self.sampling_defaults: SamplingDefaults
         self.tokenizer_manager: TokenizerManager
         self._front: TokenizerManager | None = None
         self._ports = [PortArgs.init_new(self.instance.directory, replica) for replica in range(args.dp_size)]
@@ -98,6 +101,7 @@ class Stack:
         )
         self.checkpoint = await in_thread(hub.resolve, args.model, args.load_format)
         config = self.checkpoint.config
+        self.sampling_defaults = sampling_defaults(args.sampling_defaults, self.checkpoint.generation)
         if not alone(args):
             check_split(args, config)
             check_ports(args)

@@ -126,6 +126,7 @@ async def serve_stack(stack: Stack, secrets: Secrets, asked: "asyncio.Future[int
         options=stack.options,
         secrets=secrets,
         checkpoint=stack.checkpoint,
+        sampling_defaults=stack.sampling_defaults,
         rpc=Replicas(stack.instance.directory, lambda: stack.instance.record.rpc_addresses),
     )
     stack.announce_ready()

@@ -18,7 +18,7 @@ import msgspec
 
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.models import convert
-from llmserve.runtime.models.configs import ModelConfig
+from llmserve.runtime.models.configs import Json, ModelConfig
 from llmserve.runtime.models.gguf import read_header
 from llmserve.runtime.models.hf_config import parse_config
 
@@ -45,6 +45,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
     name: str
     tokenizer_dir: str
     config: ModelConfig
+    generation: dict[str, Any] = {}
+    """Its generation_config.json; empty if it has none."""
 
 
 def default_model() -> str:
@@ -111,13 +113,15 @@ def _gguf_checkpoint(path: Path, name: str, load_format: LoadFormat) -> Checkpoi
     if load_format == "safetensors":
         raise ConfigError(f"{path} is a file; --load-format safetensors: expected a directory with safetensors")
     files = convert.converted_gguf(read_header(path))
-    return Checkpoint(str(path), "gguf", name, str(files), _read_config(files))
+    generation = _read_generation(files)
+    return Checkpoint(str(path), "gguf", name, str(files), _read_config(files, generation), generation)
 
 
 def _directory_checkpoint(path: Path, name: str, load_format: LoadFormat) -> Checkpoint:
     if load_format == "gguf":
         raise ConfigError(f"{path} is a directory of safetensors; --load-format gguf expects a .gguf file")
-    config = _read_config(path)
+    generation = _read_generation(path)
+    config = _read_config(path, generation)
     if not any(path.glob("*.safetensors")):
         if any(file for pattern in _PICKLES for file in path.glob(pattern)):
             raise ConfigError(
@@ -126,7 +130,7 @@ def _directory_checkpoint(path: Path, name: str, load_format: LoadFormat) -> Che
             )
         raise ConfigError(f"{path} has a config.json but no .safetensors files")
     tokenizer_dir = path if (path / "tokenizer.json").is_file() else convert.converted_tokenizer(path)
-    return Checkpoint(str(path), "safetensors", name, str(tokenizer_dir), config)
+    return Checkpoint(str(path), "safetensors", name, str(tokenizer_dir), config, generation)
 
 
 def _only_gguf(path: Path) -> Path:
@@ -141,9 +145,13 @@ def _only_gguf(path: Path) -> Path:
     raise ConfigError(f"{path} has neither a config.json nor a .gguf file, so it is not a checkpoint")
 
 
-def _read_config(directory: Path) -> ModelConfig:
-    generation = directory / "generation_config.json"
-    return parse_config(_read_json(directory / "config.json"), _read_json(generation) if generation.is_file() else None)
+def _read_generation(directory: Path) -> dict[str, Any]:
+    file = directory / "generation_config.json"
+    return _read_json(file) if file.is_file() else {}
+
+
+def _read_config(directory: Path, generation: Json) -> ModelConfig:
+    return parse_config(_read_json(directory / "config.json"), generation)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

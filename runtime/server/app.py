@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from llmserve.runtime.config import Secrets, ServerArgs
 from llmserve.runtime.fanout import Replicas
 from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.models.sampling_defaults import SamplingDefaults
 from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.server import (
     admin,
@@ -58,6 +59,7 @@ def build_app(
     options: dict[str, object],
     secrets: Secrets,
     checkpoint: Checkpoint,
+    sampling_defaults: SamplingDefaults,
     rpc: Replicas,
 ) -> FastAPI:
     """The application: OpenAI's and native routes over the TokenizerManager, and the operators' over `rpc`.
@@ -65,7 +67,13 @@ def build_app(
     `options` are the values in effect of `args`, for /server_info. There is no interactive documentation, because its
     pages would load scripts from other sites.
     """
-    context = Context(manager=tokenizer_manager, args=args, options=options, checkpoint=checkpoint)
+    context = Context(
+        manager=tokenizer_manager,
+        args=args,
+        options=options,
+        checkpoint=checkpoint,
+        sampling_defaults=sampling_defaults,
+    )
     app = FastAPI(
         title="llmserve",
         version=importlib.metadata.version("llmserve"),

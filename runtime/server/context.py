@@ -5,6 +5,7 @@ import time
 
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.models.sampling_defaults import SamplingDefaults
 from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.tokenizer import Tokenizer
 from llmserve.runtime.tokenizer_manager import TokenizerManager
@@ -16,6 +17,7 @@ class Context:
     args: ServerArgs
     options: dict[str, object]
     checkpoint: Checkpoint
+    sampling_defaults: SamplingDefaults
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     """Unix seconds: the `created` of the model in /v1/models."""
 

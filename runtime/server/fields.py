@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from llmserve.runtime.messages import FILL_CONTEXT, UNSEEDED, SamplingParams
+from llmserve.runtime.models.sampling_defaults import SamplingDefaults
 from llmserve.runtime.server.body import invalid
 from llmserve.runtime.server.structured import ResponseFormat, StructuredOutputs
 
@@ -117,8 +118,10 @@ def check_max_tokens(value: int | None, name: str = "max_tokens") -> None:
         raise invalid(f"{name} is {value}; it must be 1 or more", name)
 
 
-def sampling_params(body: SamplingFields, max_tokens: int | None, min_tokens: int | None) -> SamplingParams:
-    """The sampling parameters of a request, with OpenAI's defaults.
+def sampling_params(
+    body: SamplingFields, defaults: SamplingDefaults, max_tokens: int | None, min_tokens: int | None
+) -> SamplingParams:
+    """The sampling parameters of a request; what it leaves out is as in `defaults`, or else OpenAI's default.
 
     `max_tokens` None means as many as the context has room for. `top_k` -1 means off, like 0, because clients of other
     servers send it.
@@ -129,13 +132,13 @@ def sampling_params(body: SamplingFields, max_tokens: int | None, min_tokens: in
     return SamplingParams(
         max_new_tokens=given(max_tokens, FILL_CONTEXT),
         min_new_tokens=given(min_tokens, 0),
-        temperature=given(body.temperature, 1.0),
-        top_p=given(body.top_p, 1.0),
-        top_k=0 if body.top_k == -1 else given(body.top_k, 0),
-        min_p=given(body.min_p, 0.0),
+        temperature=given(body.temperature, defaults.temperature),
+        top_p=given(body.top_p, defaults.top_p),
+        top_k=0 if body.top_k == -1 else given(body.top_k, defaults.top_k),
+        min_p=given(body.min_p, defaults.min_p),
         presence_penalty=given(body.presence_penalty, 0.0),
         frequency_penalty=given(body.frequency_penalty, 0.0),
-        repetition_penalty=given(body.repetition_penalty, 1.0),
+        repetition_penalty=given(body.repetition_penalty, defaults.repetition_penalty),
         stop=stop,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=given(body.ignore_eos, False),

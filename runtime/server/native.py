@@ -174,7 +174,10 @@ async def _generate_request(context: Context, body: GenerateRequest) -> tuple[Ge
         texts=texts,
         input_ids=ids,
         sampling_params=sampling_params(
-            params, given(params.max_new_tokens, DEFAULT_MAX_NEW_TOKENS), params.min_new_tokens
+            params,
+            context.sampling_defaults,
+            given(params.max_new_tokens, DEFAULT_MAX_NEW_TOKENS),
+            params.min_new_tokens,
         ),
         n=n,
         constraint=constraint_of(

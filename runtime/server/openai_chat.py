@@ -111,7 +111,7 @@ async def _generate_request(context: Context, body: ChatRequest, tools: ToolUse 
     return GenerateReqInput(
         rid=request_id(body.rid, "chatcmpl-"),
         texts=(await render_chat(context, body, tools),),
-        sampling_params=sampling_params(body, max_tokens, body.min_tokens),
+        sampling_params=sampling_params(body, context.sampling_defaults, max_tokens, body.min_tokens),
         n=given(body.n, 1),
         constraint=constraint,
         logprobs=LogprobOptions(top=given(body.top_logprobs, 0)) if body.logprobs else None,

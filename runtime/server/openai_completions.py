@@ -114,7 +114,9 @@ async def _generate_request(context: Context, body: CompletionRequest) -> tuple[
         rid=request_id(body.rid, "cmpl-"),
         texts=texts,
         input_ids=ids,
-        sampling_params=sampling_params(body, given(body.max_tokens, DEFAULT_MAX_TOKENS), body.min_tokens),
+        sampling_params=sampling_params(
+            body, context.sampling_defaults, given(body.max_tokens, DEFAULT_MAX_TOKENS), body.min_tokens
+        ),
         n=given(body.n, 1),
         constraint=openai_constraint(body.response_format, body.structured_outputs),
         logprobs=None if top is None else LogprobOptions(top=top, prompt=bool(body.echo)),

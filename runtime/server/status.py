@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from llmserve.runtime.messages import PROTOCOL_VERSION, SchedulerMetrics
+from llmserve.runtime.models.sampling_defaults import SamplingDefaults
 from llmserve.runtime.server.body import json_response
 from llmserve.runtime.server.context import Context
 from llmserve.runtime.server.openapi import operation
@@ -34,7 +35,9 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`options` are the values of ServerArgs in effect, which hold no secrets."""
+    """`options` are the values of ServerArgs in effect, which hold no secrets. `sampling_defaults` are for requests
+    that leave them out.
+    """
 
     version: str
     protocol: int
@@ -44,6 +47,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     options: dict[str, object]
+    sampling_defaults: SamplingDefaults
     scheduler: SchedulerLoad | None
 
 
@@ -77,6 +81,7 @@ def add_routes(app: FastAPI, context: Context) -> None:
                 max_model_len=manager.limits.max_model_len,
                 vocab_size=manager.limits.vocab_size,
                 options=context.options,
+                sampling_defaults=context.sampling_defaults,
                 scheduler=_scheduler_load(manager.scheduler_metrics),
             )
         )

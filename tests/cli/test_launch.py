@@ -94,6 +94,7 @@ OPTIONS: list[tuple[str, str, str, Any]] = [
     ("--watchdog-timeout", "2.5", "watchdog_timeout", 2.5),
     ("--drain-timeout", "3.5", "drain_timeout", 3.5),
     ("--stream-interval", "5", "stream_interval", 5),
+    ("--sampling-defaults", "openai", "sampling_defaults", "openai"),
     ("--served-model-name", "gpt", "served_model_names", ("gpt",)),
     ("--threads", "1", "threads", 1),
     ("--attention-backend", "reference", "attention_backend", "reference"),

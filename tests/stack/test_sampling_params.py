@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from checkpoints import EOS_ID
-from instances import RunningInstance
+from checkpoints import EOS_ID, make_tiny
+from instances import RunningInstance, launched
 
 FORCED = 300
 """A token that the random model has no liking for."""
@@ -225,3 +226,16 @@ def test_characters_are_never_split_across_events(http: httpx.Client) -> None:
     whole = [choice["text"] for choice in complete(http, **params)["choices"]]
     assert all(text.count("ж") > 3 and "\ufffd" in text for text in whole)
     assert stream(http, **params) == whole
+
+
+def test_what_the_model_recommends_is_what_requests_get(own_root: Path, tmp_path: Path) -> None:
+    """Whatever the seed, a `top_k` of 1 takes the likeliest token."""
+    model = make_tiny(tmp_path / "model")
+    recommended = json.loads((model / "generation_config.json").read_text()) | {"top_k": 1, "temperature": 1.5}
+    (model / "generation_config.json").write_text(json.dumps(recommended))
+    with launched(own_root, "recommended", str(model)) as instance, instance.client() as http:
+        likeliest = text(http, temperature=0)
+        assert [text(http, seed=seed) for seed in range(3)] == [likeliest] * 3
+        assert text(http, seed=0, top_k=0, temperature=1) != likeliest
+        shown = http.get("/server_info").json()["sampling_defaults"]
+    assert (shown["top_k"], shown["temperature"], shown["top_p"]) == (1, 1.5, 1.0)

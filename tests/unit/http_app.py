@@ -20,6 +20,7 @@ from llmserve.runtime.config import Secrets, ServerArgs
 from llmserve.runtime.messages import Message
 from llmserve.runtime.models.configs import ModelConfig
 from llmserve.runtime.models.hub import Checkpoint
+from llmserve.runtime.models.sampling_defaults import SamplingDefaults
 from llmserve.runtime.server.app import build_app
 from llmserve.runtime.tokenizer import Tokenizer
 
@@ -73,6 +74,7 @@ class App:
         checkpoint = Checkpoint(
             path="/m/tiny", format="safetensors", name=MODEL, tokenizer_dir="/m/tiny", config=config
         )
+        sampling_defaults = options.pop("sampling", SamplingDefaults())
         args = ServerArgs(model="/m/tiny", **options)  # type: ignore[arg-type]
         self.asgi = build_app(
             tokenizer_manager=self.manager,  # type: ignore[arg-type]
@@ -80,6 +82,7 @@ class App:
             options=msgspec.to_builtins(args) | {"dtype": "float32"},
             secrets=secrets,
             checkpoint=checkpoint,
+            sampling_defaults=sampling_defaults,  # type: ignore[arg-type]
             rpc=self.rpc,  # type: ignore[arg-type]
         )
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.asgi), base_url="http://llmserve")

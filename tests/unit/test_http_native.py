@@ -7,6 +7,7 @@ from http_app import MODEL, App
 
 from instances import fair_time
 from llmserve.runtime.messages import FinishReason, SchedulerMetrics
+from llmserve.runtime.models.sampling_defaults import SamplingDefaults
 from llmserve.runtime.server.native import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from llmserve.runtime.tokenizer import Tokenizer
 
@@ -231,12 +232,13 @@ async def test_metrics_are_prometheus_text(app: App) -> None:
 
 
 async def test_server_info_tells_the_options(tokenizer: Tokenizer) -> None:
-    app = App(tokenizer, max_running_requests=7)
+    app = App(tokenizer, max_running_requests=7, sampling=SamplingDefaults(top_k=20))
     app.manager.scheduler_metrics = METRICS
     info = (await app.http.get("/server_info")).json()
     assert (info["model"], info["state"], info["served_model_names"]) == (MODEL, "paused", [MODEL])
     assert info["options"]["max_running_requests"] == 7
     assert info["options"]["dtype"] == "float32"  # in effect: "auto" was given
+    assert info["sampling_defaults"]["top_k"] == 20
     assert (info["scheduler"]["running"], info["scheduler"]["weight_version"]) == (2, 3)
 
 
