@@ -19,7 +19,7 @@ from llmserve.runtime.distributed.groups import Topology
 from llmserve.runtime.engine.checkpoint import Source, open_source
 from llmserve.runtime.engine.shared_source import SharedSource
 from llmserve.runtime.engine.tensor_names import model_name, split_name
-from llmserve.runtime.layers.weight import Slot, Weight
+from llmserve.runtime.layers.weight import LinearWeight, Slot, Weight
 from llmserve.runtime.models.configs import ModelConfig, TensorInfo
 from llmserve.runtime.models.gguf import GgufTensor
 from llmserve.runtime.models.hub import Checkpoint, tokenizer_digest
@@ -40,15 +40,24 @@ class _Step(NamedTuple):
     name: str
     info: TensorInfo
     dtype: torch.dtype
-    formats: set[int]
-    """The block formats (GGML's numbers) of all tensors of the same weight; 0 for one that cannot stay in blocks.
+    formats: dict[int, int]
+    """The block formats (GGML's numbers) of all tensors of the same weight, by the first row that each fills; 0 for one
+    that cannot stay in blocks.
     """
     slots: list[Slot]
 
     @property
     def in_blocks(self) -> bool:
         """Whether the weight stays in the file's blocks: all of it, or nothing."""
-        return len(self.formats) == 1 and 0 not in self.formats
+        weight = self.slots[0].weight
+        if not isinstance(weight, LinearWeight) or 0 in self.formats.values():
+            return False
+        return not self.mixed or weight.takes_parts(self.formats)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the tensors of the weight differ in format."""
+        return len(set(self.formats.values())) > 1
 
 
 def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: Progress, topology: Topology | None = None) -> None:
@@ -173,18 +182,20 @@ def _fill(source: Source, step: _Step, check: bool) -> None:
         values = values.flatten(0, 1)
     parts = values.split([slot.shape[0] for slot in step.slots]) if len(step.slots) > 1 else (values,)
     for slot, part in zip(step.slots, parts, strict=False):
-        slot.load(_numbers(part, slot, step) if isinstance(part, Blocks) and not step.in_blocks else slot.own(part))
+        own = _numbers(part, slot, step) if isinstance(part, Blocks) and not step.in_blocks else slot.own(part)
+        slot.load(own, step.mixed)
 
 
 def _numbers(blocks: Blocks, slot: Slot, step: _Step) -> Tensor:
     """Dequantizes this rank's part of a tensor in blocks, and as little of the rest as possible."""
     from llmserve.runtime.models.gguf_tensors import dequantize
 
-    part = slot.own(blocks) if slot.whole_blocks else blocks
+    whole = slot.whole_blocks(blocks.format)
+    part = slot.own(blocks) if whole else blocks
     assert isinstance(part, Blocks)
     tensor = GgufTensor("", step.name, part.shape, part.format.number, 0)
     values = dequantize(part.data.flatten(), tensor, step.dtype)
-    return values if slot.whole_blocks else values[slot.part]
+    return values if whole else values[slot.part]
 
 
 def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
@@ -196,7 +207,7 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
     own = dict(model.slots())
     slots = own if model.num_layers == model.config.num_layers else _slots_of_all_stages(model) | own
     steps, differences, missing = [], [], dict.fromkeys(slots)
-    formats: dict[int, set[int]] = defaultdict(set)  # of the tensors that enter each weight
+    formats: dict[int, dict[int, int]] = defaultdict(dict)  # of the tensors that enter each weight
     on_cpu = all(slot.weight.device.type == "cpu" for slot in own.values())
     for name, info in source.tensors.items():
         own_name = model_name(name, model.config)
@@ -222,8 +233,8 @@ def _plan(model: CausalLM, source: Source) -> tuple[list[_Step], list[str]]:
             mine = targets if names[0] in own else []
             steps.append(_Step(name, info, targets[0].weight.dtype, formats[id(targets[0].weight)], mine))
         for slot in targets:
-            takes = on_cpu and info.blocks and slot.takes_blocks()
-            formats[id(slot.weight)].add(info.blocks if takes else 0)
+            takes = on_cpu and info.blocks and slot.takes_blocks(BLOCK_FORMATS[info.blocks])
+            formats[id(slot.weight)][slot.first_row] = info.blocks if takes else 0
     differences.extend(f"{name}: missing" for name in missing)
     return steps, differences
 

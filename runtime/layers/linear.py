@@ -51,7 +51,7 @@ class ColumnParallelLinear:
         self.in_features = in_features
         self.parts = parts
         self.out_features = sum(rows.count for rows in parts.values())
-        self.weight = LinearWeight((self.out_features, in_features), dtype, device)
+        self.weight = LinearWeight((self.out_features, in_features), dtype, device, mixes=True)
         self.bias = PlainWeight((self.out_features,), dtype, device) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -5,16 +5,17 @@ them the active ones. What is staged beside active values lies in the CPU's memo
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llmserve.runtime.ops import BLOCK_INPUTS, BlockFormat, Blocks, PackedWeight, takes_blocks
+from llmserve.runtime.ops import BlockFormat, Blocks, PackedWeight, takes_blocks
+from llmserve.runtime.ops.native import PANEL
 
-Staged = Tensor | Blocks | PackedWeight
-"""What the next values are, or what a swap has replaced."""
+Staged = Tensor | Blocks | dict[int, Blocks] | PackedWeight
+"""The next values, or what a swap has replaced. A dict holds blocks of several formats by their first rows."""
 
 
 class Weight(ABC):
@@ -73,14 +74,22 @@ class PlainWeight(Weight):
 
 
 class LinearWeight(Weight):
-    """The matrix [N, K] of a linear layer, packed as its kernel reads it."""
+    """The matrix [N, K] of a linear layer, packed as its kernel reads it.
+
+    `mixes`: whether the tensors merged into it may keep different block formats.
+    """
 
     value: PackedWeight
 
+    def __init__(
+        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *, mixes: bool = False
+    ) -> None:
+        super().__init__(shape, dtype, device)
+        self.mixes = mixes
+
     @property
     def nbytes(self) -> int:
-        format = self.value.format if self._committed else None
-        return self.shape[0] * format.row_bytes(self.shape[1]) if format else super().nbytes
+        return (self._committed and self.value.block_bytes) or super().nbytes
 
     def staged_blocks(self, format: BlockFormat) -> Tensor:
         """Where the next blocks are written, uint8 [N, bytes of a row]; not initialised."""
@@ -90,15 +99,37 @@ class LinearWeight(Weight):
         assert self._staged.format == format
         return self._staged.data
 
+    def takes_parts(self, firsts: Iterable[int]) -> bool:
+        """Whether tensors whose first rows here are `firsts` may keep different block formats."""
+        return self.mixes and all(first % PANEL == 0 for first in firsts)
+
+    def stage_apart(self, first: int, blocks: Blocks) -> None:
+        """Stages the tensor that fills the rows from `first` on, for a weight with several block formats."""
+        if not isinstance(self._staged, dict):
+            self._staged = {}
+        self._staged[first] = Blocks(blocks.data.clone(), blocks.format)
+
     def _first(self, values: Staged) -> None:
-        self.value = values if isinstance(values, PackedWeight) else PackedWeight(values)
+        self.value = _packed(values)
 
     def _exchange(self, values: Staged) -> Staged:
         if isinstance(values, Tensor) and self.device.type != "cpu":
             return _exchange(self.value.data, values)
-        other = values if isinstance(values, PackedWeight) else PackedWeight(values)
+        other = _packed(values)
         self.value.exchange(other)
         return other
+
+
+def _packed(values: Staged) -> PackedWeight:
+    if isinstance(values, PackedWeight):
+        return values
+    if not isinstance(values, dict):
+        return PackedWeight(values)
+    last, *others = sorted(values, reverse=True)
+    packed = PackedWeight(values[last])
+    for first in others:
+        packed = PackedWeight(values[first], packed)
+    return packed
 
 
 def _exchange(value: Tensor, values: Tensor) -> Tensor:
@@ -121,24 +152,35 @@ class Slot:
     plus: float = 0.0
     """What is added to every value (gemma's norms)."""
 
-    def takes_blocks(self) -> bool:
+    def takes_blocks(self, format: BlockFormat) -> bool:
         """Whether a tensor in such blocks can enter as it is."""
-        return isinstance(self.weight, LinearWeight) and takes_blocks(self.weight.shape[1], self.weight.dtype)
+        return isinstance(self.weight, LinearWeight) and takes_blocks(format, self.weight.shape[1], self.weight.dtype)
 
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether this rank's part of a tensor in blocks is made of whole ones."""
-        return all(inputs.start % BLOCK_INPUTS == inputs.stop % BLOCK_INPUTS == 0 for inputs in self.part[1:])
+    def whole_blocks(self, format: BlockFormat) -> bool:
+        """Whether this rank's part of a tensor in such blocks is made of whole ones."""
+        size = format.block_inputs
+        return all(inputs.start % size == inputs.stop % size == 0 for inputs in self.part[1:])
 
     def own(self, values: Tensor | Blocks) -> Tensor | Blocks:
         """This rank's part of a tensor, which has `shape`; of `whole_blocks` where it is in blocks."""
         return values.part(*self.part) if isinstance(values, Blocks) else values[self.part]
 
-    def load(self, own: Tensor | Blocks) -> None:
-        """Stages this rank's part of a tensor, which has any floating dtype, or is in blocks where it `takes` them."""
+    @property
+    def first_row(self) -> int:
+        """The first row of the weight that it fills."""
+        return self.into[0].start if self.into else 0
+
+    def load(self, own: Tensor | Blocks, apart: bool = False) -> None:
+        """Stages this rank's part of a tensor, which has any floating dtype, or is in blocks where it `takes` them.
+
+        `apart`: other tensors of the weight have other block formats.
+        """
         if isinstance(own, Blocks):
             assert isinstance(self.weight, LinearWeight)
-            self.weight.staged_blocks(own.format)[self.into].copy_(own.data)
+            if apart:
+                self.weight.stage_apart(self.first_row, own)
+            else:
+                self.weight.staged_blocks(own.format)[self.into].copy_(own.data)
             return
         target = self.weight.staged()[self.into]
         target.copy_(own)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from llmserve.runtime.ops import native, reference
-from llmserve.runtime.ops.blocks import BLOCK_FORMATS, BLOCK_INPUTS, BlockFormat, Blocks
+from llmserve.runtime.ops.blocks import BLOCK_FORMATS, BlockFormat, Blocks
 from llmserve.runtime.ops.packed import PackedWeight, takes_blocks
 
 __all__ = [
     "BLOCK_FORMATS",
-    "BLOCK_INPUTS",
     "BlockFormat",
     "Blocks",
     "PackedWeight",

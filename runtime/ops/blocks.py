@@ -9,25 +9,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK_INPUTS = 32
-"""Neighbouring inputs of one output that make a block."""
-
 
 class BlockFormat(NamedTuple):
     """A kind of block: llama.cpp's ggml-common.h."""
 
     number: int
     """GGML's, and the kernels'."""
+    block_inputs: int
+    """Neighbouring inputs of one output that make a block."""
     block_bytes: int
-    halves: int
-    """float16 numbers that a block begins with: its scale, and the least value in Q4_1."""
+    halves: slice
+    """The bytes of its float16 numbers: a scale, and what is the unit of the least values where it has them."""
 
     def row_bytes(self, inputs: int) -> int:
-        return inputs // BLOCK_INPUTS * self.block_bytes
+        return inputs // self.block_inputs * self.block_bytes
 
 
-BLOCK_FORMATS = {number: BlockFormat(number, *rest) for number, rest in {2: (18, 1), 3: (20, 2), 8: (34, 1)}.items()}
-"""Q4_0, Q4_1 and Q8_0, by GGML's number."""
+BLOCK_FORMATS = {
+    format.number: format
+    for format in (
+        BlockFormat(2, 32, 18, slice(0, 2)),  # Q4_0
+        BlockFormat(3, 32, 20, slice(0, 4)),  # Q4_1
+        BlockFormat(8, 32, 34, slice(0, 2)),  # Q8_0
+        BlockFormat(12, 256, 144, slice(0, 4)),  # Q4_K
+        BlockFormat(13, 256, 176, slice(0, 4)),  # Q5_K
+        BlockFormat(14, 256, 210, slice(208, 210)),  # Q6_K
+    )
+}
+"""By GGML's number."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Blocks:
     @property
     def shape(self) -> tuple[int, int]:
         rows, row_bytes = self.data.shape
-        return rows, row_bytes // self.format.block_bytes * BLOCK_INPUTS
+        return rows, row_bytes // self.format.block_bytes * self.format.block_inputs
 
     def part(self, rows: slice = slice(None), inputs: slice | None = None) -> "Blocks":
         """Some rows and inputs, which begin and end with a block."""
@@ -54,4 +63,4 @@ class Blocks:
     def finite(self) -> bool:
         """Whether all weights are: whether the scales and least values are."""
         blocks = self.data.view(-1, self.format.block_bytes)
-        return bool(torch.isfinite(blocks[:, : 2 * self.format.halves].contiguous().view(torch.float16)).all())
+        return bool(torch.isfinite(blocks[:, self.format.halves].contiguous().view(torch.float16)).all())

@@ -31,9 +31,18 @@ _SOURCES = source_digest()
 
 
 class Weight(ctypes.Structure):
-    """A packed weight [outputs, inputs]. format: 0 for panels of the kernels' own dtype, or a BlockFormat's number."""
+    """A packed weight [outputs, inputs]. format: 0 for panels of the kernels' own dtype, or a BlockFormat's number.
 
-    _fields_ = (("data", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("format", c_int64))
+    rest: the address of another one, which has the last of the outputs, or None.
+    """
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("format", c_int64),
+        ("rest", c_void_p),
+    )
 
 
 class Linear(ctypes.Structure):
@@ -244,9 +253,9 @@ def unpack(packed: Tensor, outputs: int) -> Tensor:
     return weight
 
 
-def pack_blocks(blocks: Tensor, packed: Tensor, weight: Weight) -> None:
+def pack_blocks(format: int, blocks: Tensor, packed: Tensor, inputs: int) -> None:
     """Lays the blocks of a weight, uint8 [N, bytes of a row] as GGUF has them, out in panels; packed is uint8."""
-    _kernels().llmserve_pack_blocks(weight.format, blocks.data_ptr(), packed.data_ptr(), weight.outputs, weight.inputs)
+    _kernels().llmserve_pack_blocks(format, blocks.data_ptr(), packed.data_ptr(), blocks.shape[0], inputs)
 
 
 def gather_rows(weight: Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
+from k_quants import quantize
 from safetensors.numpy import load_file
 
 ARCHITECTURES = {
@@ -60,7 +61,7 @@ def write_gguf(
         plain = values.ndim == 1 or ".gate.weight" in name  # a router is never quantized
         kind = GGMLQuantizationType.F32 if plain else quantization
         kind = next((other for end, other in exceptions.items() if name.endswith(end)), kind)
-        writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(target, quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -273,11 +273,7 @@ class Decoder : public AnyDecoder {
             }
         });
         gate_experts(walk, tokens, *layer.gate_up.weight, sparse);
-        const auto after = [&] {
-            if (!following.weight) return Ahead{};
-            return Ahead{following.weight->template panel<T>(walk.begin(following.panels)),
-                         following.weight->template panel_bytes<T>()};
-        };
+        const auto after = [&] { return following.template first_panel<T>(walk); };
         sparse.downs.phase(walk, gated_.data(), after, [&](const auto& task, const auto& product, const Ahead& next) {
             product.multiply(task.first, task.height, task.first_panel + task.panel, next,
                              [&](int row, const __m512(&sums)[4]) {

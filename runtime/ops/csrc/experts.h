@@ -114,13 +114,11 @@ class GroupShares {
         return {&group, group.expert * stride_, within % panels_, row(block), row(block + 1) - row(block)};
     }
 
-    Ahead ahead(int64_t panel) const { return {weight_->panel<T>(panel), weight_->panel_bytes<T>()}; }
-
     // The first panel of a task, if there is such a task.
     Ahead ahead_of(int task) const {
         if (task >= tasks()) return {};
         const Task next = at(task);
-        return ahead(next.first_panel + next.panel);
+        return weight_->panel<T>(next.first_panel + next.panel);
     }
 
     // What the thread that has `task` will probably read after it: the next task's, or what `following` begins with.

@@ -89,13 +89,13 @@ void llmserve_unpack(int dtype, const void* packed, void* weight, int64_t output
     });
 }
 
-// rows [outputs, inputs / 32 * bytes of a block], as a GGUF file has them, to panels.
+// rows [outputs, blocks, bytes of a block], as a GGUF file has them, to panels.
 void llmserve_pack_blocks(int64_t format, const uint8_t* rows, void* packed, int64_t outputs, int64_t inputs) {
     with_tile(static_cast<Format>(format), [&](auto tile) {
         using Tiles = decltype(tile);
-        const int64_t blocks = inputs / kGroup;
+        const int64_t blocks = inputs / Tiles::kInputs;
         for_rows((outputs + kPanel - 1) / kPanel, kPanel * inputs, [&](int64_t panel) {
-            pack_blocks(rows + panel * kPanel * blocks * Tiles::block_bytes,
+            pack_blocks(rows + panel * kPanel * blocks * Tiles::kBytes,
                         static_cast<Tiles*>(packed) + panel * (kPanel / kLanes) * blocks, outputs - panel * kPanel,
                         blocks);
         });

@@ -11,6 +11,12 @@ namespace llmserve {
 struct Following {
     const Weight* weight = nullptr;
     int panels = 0;
+
+    // The first panel of the calling thread.
+    template <class T>
+    Ahead first_panel(const Walk& walk) const {
+        return weight ? weight->panel<T>(walk.begin(panels)) : Ahead{};
+    }
 };
 
 // How a product is shared: a task is one panel (of each half, if gated) and a block of rows.
@@ -34,13 +40,11 @@ class Shares {
 
     // What the thread that has `task` will probably read after it.
     Ahead next(int task) const {
-        if (task + 1 != walk_.end(tasks)) return ahead(weight_, (task + 1) % panels);
-        return following_.weight ? ahead(*following_.weight, walk_.begin(following_.panels)) : Ahead{};
+        if (task + 1 != walk_.end(tasks)) return weight_.panel<T>((task + 1) % panels);
+        return following_.first_panel<T>(walk_);
     }
 
   private:
-    static Ahead ahead(const Weight& weight, int panel) { return {weight.panel<T>(panel), weight.panel_bytes<T>()}; }
-
     const Walk& walk_;
     const Weight& weight_;
     const Following following_;
@@ -79,10 +83,9 @@ void multiply_gated_panel(const Product<T>& product, const Weight& weight, int f
     static thread_local Buffer<float> memory;
     memory.reserve(height * kPanel);
     float* gates = memory.data();
-    product.multiply(first, height, gate, {weight.panel<T>(up), weight.panel_bytes<T>()},
-                     [&](int row, const __m512(&sums)[4]) {
-                         write_outputs<float, T>(gates + row * kPanel, 0, kPanel, sums, gate_bias);
-                     });
+    product.multiply(first, height, gate, weight.panel<T>(up), [&](int row, const __m512(&sums)[4]) {
+        write_outputs<float, T>(gates + row * kPanel, 0, kPanel, sums, gate_bias);
+    });
     product.multiply(first, height, up, next, [&](int row, const __m512(&sums)[4]) {
         for (int c = 0; c < 4; ++c) {
             const __m512 value = up_bias ? _mm512_add_ps(sums[c], load(up_bias + c * kLanes)) : sums[c];

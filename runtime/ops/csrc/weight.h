@@ -13,35 +13,56 @@ struct Weight {
     int64_t outputs;
     int64_t inputs;
     Format format;
+    const Weight* rest;  // null, or the outputs from some panel on, which have another format
 
     int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
 
-    template <class T>
-    int64_t panel_bytes() const {
-        if (format == Format::plain) return kPanel * inputs * static_cast<int64_t>(sizeof(T));
-        return with_tile(format, [&](auto tile) {
-            return kPanel / kLanes * (inputs / kGroup) * static_cast<int64_t>(sizeof(tile));
-        });
+    // The part that holds panel `index`, which becomes the number of the panel in that part.
+    const Weight& part_of(int64_t& index) const {
+        const int64_t own = rest ? panels() - rest->panels() : panels();
+        if (index < own || !rest) return *this;
+        index -= own;
+        return rest->part_of(index);
     }
 
     template <class T>
-    const char* panel(int64_t index) const {
-        return static_cast<const char*>(data) + index * panel_bytes<T>();
+    Ahead panel(int64_t index) const {
+        const Weight& part = part_of(index);
+        const int64_t bytes = part.panel_bytes<T>();
+        return {static_cast<const char*>(part.data) + index * bytes, bytes};
+    }
+
+    template <class Tile>
+    int64_t blocks() const {  // of one output
+        return inputs / Tile::kInputs;
     }
 
     // to [inputs] = the weights of one output.
     template <class T>
     void read_row(int64_t output, float* to) const {
-        if (format == Format::plain) {
-            const Packed<T> packed{static_cast<const T*>(data), outputs, inputs};
+        int64_t index = output / kPanel;
+        const Weight& part = part_of(index);
+        const void* panel = part.panel<T>(index).data;
+        output %= kPanel;
+        if (part.format == Format::plain) {
+            const Packed<T> packed{static_cast<const T*>(panel), kPanel, inputs};
             for (int64_t i = 0; i < inputs; ++i) to[i] = to_float(packed.at(output, i));
             return;
         }
-        with_tile(format, [&](auto tile) {
-            const int64_t blocks = inputs / kGroup;
-            const auto* tiles =
-                reinterpret_cast<const decltype(tile)*>(panel<T>(output / kPanel)) + output % kPanel / kLanes * blocks;
-            for (int64_t i = 0; i < inputs; ++i) to[i] = tiles[i / kGroup].value(output % kLanes, i % kGroup);
+        with_tile(part.format, [&](auto tile) {
+            using Tiles = decltype(tile);
+            const Tiles* tiles = static_cast<const Tiles*>(panel) + output / kLanes * blocks<Tiles>();
+            for (int64_t i = 0; i < inputs; ++i)
+                to[i] = tiles[i / Tiles::kInputs].value(output % kLanes, i % Tiles::kInputs);
+        });
+    }
+
+  private:
+    template <class T>
+    int64_t panel_bytes() const {
+        if (format == Format::plain) return kPanel * inputs * static_cast<int64_t>(sizeof(T));
+        return with_tile(format, [&](auto tile) {
+            return kPanel / kLanes * blocks<decltype(tile)>() * static_cast<int64_t>(sizeof(tile));
         });
     }
 };
@@ -58,13 +79,17 @@ template <class T>
 class Product {
   public:
     Product(const T* x, int64_t row_stride, int rows, const Weight& weight)
-        : x_(x), row_stride_(row_stride), weight_(weight) {
+        : x_(x), row_stride_(row_stride), weight_(weight), few_(rows <= kDirectRows) {
         if constexpr (sizeof(T) == 2) {
-            direct_ = weight.format != Format::plain && rows <= kDirectRows;
-            if (!direct_ || weight.format != Format::q4_1) return;
-            const int64_t blocks = weight.inputs / kGroup;
-            memory().sums.reserve(rows * blocks);
-            sum_blocks(x, row_stride, rows, blocks, memory().sums.data());
+            bool has_least = false;
+            for (const Weight* part = &weight; part && few_; part = part->rest) {
+                if (part->format != Format::plain)
+                    has_least |= with_tile(part->format, [](auto tile) { return decltype(tile)::has_least; });
+            }
+            if (!has_least) return;
+            const int64_t sums = weight.inputs / kSummed;
+            memory().sums.reserve(rows * sums);
+            sum_inputs(x, row_stride, rows, sums, memory().sums.data());
         }
     }
 
@@ -73,16 +98,21 @@ class Product {
     template <class Finish>
     void multiply(int first, int rows, int64_t panel, const Ahead& next, Finish&& finish) const {
         const T* x = x_ + first * row_stride_;
-        const char* data = weight_.panel<T>(panel);
+        const Weight& part = weight_.part_of(panel);
+        const char* data = part.panel<T>(panel).data;
         if constexpr (sizeof(T) == 2) {
-            if (direct_) return multiply_blocks(x, rows, data, next, finish);
-            if (weight_.format != Format::plain) {
-                memory().panel.reserve(kPanel * weight_.inputs);
-                with_tile(weight_.format, [&](auto tile) {
-                    unpack_blocks(reinterpret_cast<const decltype(tile)*>(data), memory().panel.data(),
-                                  weight_.inputs / kGroup);
-                });
-                data = reinterpret_cast<const char*>(memory().panel.data());
+            if (part.format != Format::plain) {
+                if (few_) {
+                    alignas(64) float products[kDirectRows * kPanel];
+                    multiply_blocks(x, rows, part.format, data, next, products);
+                    for (int r = 0; r < rows; ++r) {
+                        __m512 sums[4];
+                        for (int c = 0; c < 4; ++c) sums[c] = _mm512_load_ps(products + r * kPanel + c * kLanes);
+                        finish(r, sums);
+                    }
+                    return;
+                }
+                data = unpack(part.format, data);
             }
         }
         multiply_panel<T>(x, row_stride_, rows, reinterpret_cast<const T*>(data), weight_.inputs, next, finish);
@@ -99,12 +129,12 @@ class Product {
         return memory;
     }
 
-    template <class Finish>
-    void multiply_blocks(const bf16* x, int rows, const char* data, const Ahead& next, Finish&& finish) const {
-        alignas(64) float products[kDirectRows * kPanel];
-        const int64_t blocks = weight_.inputs / kGroup;
-        with_tile(weight_.format, [&](auto tile) {
+    // products[r][0 .. 63] = x[r] times the panel at `data`.
+    __attribute__((noinline)) void multiply_blocks(const bf16* x, int rows, Format format, const char* data,
+                                                   const Ahead& next, float* products) const {
+        with_tile(format, [&](auto tile) {
             using Tiles = decltype(tile);
+            const int64_t blocks = weight_.blocks<Tiles>();
             const Tiles* tiles = reinterpret_cast<const Tiles*>(data);
             with_count<kDirectRows>(rows, [&](auto count) {
                 for (int c = 0; c < 4; ++c) {
@@ -116,17 +146,23 @@ class Product {
                 }
             });
         });
-        for (int r = 0; r < rows; ++r) {
-            __m512 sums[4];
-            for (int c = 0; c < 4; ++c) sums[c] = _mm512_load_ps(products + r * kPanel + c * kLanes);
-            finish(r, sums);
-        }
+    }
+
+    // The panel at `data` as a panel of gemm.h, valid until the thread's next call.
+    __attribute__((noinline)) const char* unpack(Format format, const char* data) const {
+        memory().panel.reserve(kPanel * weight_.inputs);
+        bf16* panel = memory().panel.data();
+        with_tile(format, [&](auto tile) {
+            using Tiles = decltype(tile);
+            unpack_blocks(reinterpret_cast<const Tiles*>(data), panel, weight_.blocks<Tiles>());
+        });
+        return reinterpret_cast<const char*>(panel);
     }
 
     const T* x_;
     const int64_t row_stride_;
     const Weight& weight_;
-    bool direct_ = false;
+    const bool few_;
 };
 
 }  // namespace llmserve
