@@ -153,6 +153,8 @@ class Live(Source):
                     pages = sum(answer.pages_freed for answer in flushed.values())
                     return but(f"flushed {format.plural(pages, 'page')}", flushed.failure)
         except RpcCallError as error:
+            if isinstance(action, Flush) and error.code == "busy":
+                return "not flushed, as requests run: `llmserve flush-cache --wait` waits for them"
             return str(error)
         return ""
 

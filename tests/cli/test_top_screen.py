@@ -26,6 +26,7 @@ from llmserve.runtime.messages import (
     FlushCacheReqOutput,
     Message,
     PingReqInput,
+    RpcError,
     SubscribeMetricsReqInput,
     SubscribeMetricsReqOutput,
 )
@@ -255,10 +256,13 @@ def test_abort_and_flush_reach_the_scheduler() -> None:
             child.expect("aborted 1 request")
             child.send("f")
             child.expect("flushed 12 pages")
+            fake.handlers[FlushCacheReqInput] = lambda _: RpcError(code="busy", message="3 running, and much advice")
+            child.send("f")
+            child.expect("not flushed, as requests run: `llmserve flush-cache --wait` waits for them")
             child.send("q")
             assert ends(child) == 0
         asked = [request for request in fake.requests if isinstance(request, AbortReqInput | FlushCacheReqInput)]
-        assert asked == [AbortReqInput(rids=("cmpl-b",)), FlushCacheReqInput()]
+        assert asked == [AbortReqInput(rids=("cmpl-b",)), FlushCacheReqInput(), FlushCacheReqInput()]
         assert not list(fake.instance.directory.glob("watch-*"))  # its socket is removed
 
 
