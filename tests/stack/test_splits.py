@@ -20,9 +20,9 @@ from llmserve.runtime.models import hub
 
 COUNT = 40
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "page_size": 8}
-SMALL: dict[str, Any] = {"chunked_prefill_size": 48, "max_total_tokens": 320}
+SMALL: dict[str, Any] = {"chunked_prefill_size": 48, "max_total_tokens": 208}
 """Prompts come in chunks, and a few of them fill the pool."""
-NEW_TOKENS = {"default": 8}
+NEW_TOKENS = {"default": 12}
 SPLITS = {
     "TP 3": {"tp_size": 3},
     "PP 2": {"pp_size": 2},
@@ -84,7 +84,7 @@ async def answers(engine: Engine, model: Model, new_tokens: int, aborted: Sequen
 
     async def abort(number: int) -> list[int]:
         rid = f"aborted-{number}"
-        options = {**model.greedy, "max_new_tokens": 200, "rid": rid}
+        options = {**model.greedy, "max_new_tokens": 100, "rid": rid}
         chunks = [chunk async for chunk in cut_off(engine, rid, model.prompts[number], options)]
         assert chunks[-1].finish_reason in ("abort", "length")  # where it was said too late
         return []
