@@ -35,6 +35,9 @@ class Front(ThreadingHTTPServer):
         self.before: Callable[[], object] = lambda: None
         """Called before the first piece."""
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has left, as some are to do."""
+
 
 class Handler(BaseHTTPRequestHandler):
     server: Front
