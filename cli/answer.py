@@ -127,8 +127,7 @@ class Answer:
                         self.text += piece
                         yield piece
         except httpx.ConnectError:
-            where = f"{self._record.host}:{self._record.port}"
-            message = f'cannot connect to instance "{self._record.name}" at {where}'
+            message = f'cannot connect to instance "{self._record.name}" at {self._record.address}'
             raise CommandError(message, ExitCode.UNAVAILABLE) from None
         except httpx.TimeoutException:
             stopped = f" ({self._record.stopped})" if self._record.stopped else ""

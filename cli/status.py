@@ -76,7 +76,7 @@ def show(
     share = f"{format.percent(used, total)} used, {format.percent(cached, total)} cached"
     facts = {
         "instance": f"{record.name} (pid {record.pid}, llmserve {record.version}, protocol {record.protocol})",
-        "address": f"http://{record.host}:{record.port}",
+        "address": f"http://{record.address}",
         "model": f"{answer.model} (weights version {answer.weight_version})",
         "state": state,
         "lost": ", ".join(f"replica {n}" for n in record.lost_replicas),

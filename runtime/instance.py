@@ -58,6 +58,11 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The dp_ranks of replicas that have died while others serve on."""
 
     @property
+    def address(self) -> str:
+        """Host and port as they stand in a URL."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
     def alive(self) -> bool:
         return self.pid > 0 and process_start_time(self.pid) == self.start_time
 
@@ -238,7 +243,7 @@ def _sweep(directory: Path) -> None:
     record = _read(directory)
     if record is not None and record.alive:
         raise InstanceError(
-            f'instance "{record.name}" is running (pid {record.pid}, {record.host}:{record.port}); '
+            f'instance "{record.name}" is running (pid {record.pid}, {record.address}); '
             "choose another --name or stop it with `llmserve stop`",
             1,
         )

@@ -129,7 +129,7 @@ class Live(Source):
             status=status,
             name=record.name,
             model=record.served_model_names[0] if record.served_model_names else record.model,
-            address=f"{record.host}:{record.port}",
+            address=record.address,
             detail=detail,
             replicas=len(record.rpc_addresses),
             lost_replicas=record.lost_replicas,

@@ -336,3 +336,8 @@ def test_without_a_runtime_directory_the_temporary_one_is_used(
 def test_the_commands_get_the_registry_without_zmq_and_torch() -> None:
     code = "import sys, llmserve.runtime.instance; print(*({'zmq', 'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"\n"
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1:80"), ("::1", "[::1]:80")])
+def test_an_address_is_that_of_a_url(host: str, address: str) -> None:
+    assert InstanceRecord(name="x", host=host, port=80).address == address
