@@ -28,55 +28,56 @@ def ping(
     Ctrl-C ends it with the figures so far.
     """
     from llmserve.cli.rpc import Remote
-    from llmserve.runtime.messages import PingReqInput
+    from llmserve.runtime.messages import PingReqInput, PingReqOutput
 
     console = console_of(ctx)
-    times_ms: list[float] = []
     with Remote.find(instance, timeout) as remote:
+        times_ms: dict[int, list[float]] = {replica: [] for replica in remote.replicas}
+        answers: dict[int, PingReqOutput] = {}
         try:
-            while len(times_ms) < count:
-                if times_ms:
+            for number in range(count):
+                if number:
                     time.sleep(interval)
-                start = time.perf_counter()
-                answers = remote.each(PingReqInput())
-                times_ms.append((time.perf_counter() - start) * 1000)
+                for replica, times in times_ms.items():
+                    start = time.perf_counter()
+                    answers[replica] = remote.one(replica, PingReqInput())
+                    times.append((time.perf_counter() - start) * 1000)
         except KeyboardInterrupt:
-            if not times_ms:
+            if not all(times_ms.values()):
                 raise
-    done = len(times_ms)
-    times_ms.sort()
-    p50, p99 = (times_ms[min(done - 1, int(done * share))] for share in (0.50, 0.99))
+    done = min(map(len, times_ms.values()))
     if json:
-        console.json(
+        replicas = [
             {
-                "instance": remote.record.name,
-                "count": done,
-                "min_ms": round(times_ms[0], 3),
-                "p50_ms": round(p50, 3),
-                "p99_ms": round(p99, 3),
-                "max_ms": round(times_ms[-1], 3),
-                "replicas": [
-                    {
-                        "replica": replica,
-                        "state": answer.state,
-                        "step": answer.step,
-                        "in_step_s": round(answer.in_step_s, 3),
-                    }
-                    for replica, answer in zip(remote.replicas, answers, strict=True)
-                ],
+                "replica": replica,
+                **figures(times_ms[replica]),
+                "state": answer.state,
+                "step": answer.step,
+                "in_step_s": round(answer.in_step_s, 3),
             }
-        )
-    elif count == 1:
-        states = "; ".join(
-            f"{remote.label(replica)}{answer.state}, step {answer.step}{delay_of(answer.in_step_s)}"
-            for replica, answer in zip(remote.replicas, answers, strict=True)
-        )
-        console.print(f"PONG {times_ms[0]:.2f} ms ({states})")
+            for replica, answer in answers.items()
+        ]
+        every = [time_ms for times in times_ms.values() for time_ms in times]
+        console.json({"instance": remote.record.name, "count": done, **figures(every), "replicas": replicas})
     else:
-        figures = {"min": times_ms[0], "p50": p50, "p99": p99, "max": times_ms[-1]}
-        console.print(f"{done} × PONG  " + "  ".join(f"{name} {value:.2f}" for name, value in figures.items()) + " ms")
+        for replica, answer in answers.items():
+            if count == 1:
+                state = f"{answer.state}, step {answer.step}{delay_of(answer.in_step_s)}"
+                told = f"PONG {times_ms[replica][0]:.2f} ms ({state})"
+            else:
+                named = (f"{name.removesuffix('_ms')} {ms:.2f}" for name, ms in figures(times_ms[replica]).items())
+                told = f"{done} × PONG  {'  '.join(named)} ms"
+            console.print(f"{remote.label(replica)}{told}")
     if done < count:
         raise typer.Exit(128 + signal.SIGINT)
+
+
+def figures(times_ms: list[float]) -> dict[str, float]:
+    """What --json says of some round trips."""
+    ordered = sorted(times_ms)
+    p50, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.50, 0.99))
+    found = {"min_ms": ordered[0], "p50_ms": p50, "p99_ms": p99, "max_ms": ordered[-1]}
+    return {name: round(ms, 3) for name, ms in found.items()}
 
 
 def delay_of(in_step_s: float) -> str:

@@ -74,6 +74,13 @@ class Remote:
         addresses = [client.address for client in self._clients]
         return asyncio.run(call_each(self.record.directory, addresses, request, timeout_s, on_progress))
 
+    def one(self, replica: int, request: ControlRequest[AnswerT]) -> AnswerT:
+        """Sends `request` to one replica. Raises RpcCallError."""
+        try:
+            return self._clients[self.replicas.index(replica)].call(request)
+        except RpcCallError as error:
+            raise RpcCallError(error.code, f"{self.label(replica)}{error.message}") from None
+
     def some(self, request: ControlRequest[AnswerT]) -> Answers[AnswerT]:
         """As `each`, but keeps the answers of some replicas when others fail. Raises RpcCallError when all fail."""
         if len(self._clients) == 1:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import msgspec
 import psutil
@@ -55,6 +56,7 @@ from llmserve.runtime.messages import (
     UpdateWeightReqOutput,
 )
 
+FIGURES = ("min_ms", "p50_ms", "p99_ms", "max_ms")
 STATUS = GetStatusReqOutput(
     state="ready",
     model="SmolLM2",
@@ -172,7 +174,7 @@ def test_a_long_step_is_told(fake: FakeInstance) -> None:
     fake.handlers[GetStatusReqInput] = lambda _: msgspec.structs.replace(STATUS, in_step_s=12.3)
     assert run("ping").out.endswith("(ready, step 7, the next one takes 12.3s already)\n")
     assert json.loads(run("ping", "--json").out)["replicas"] == [
-        {"replica": 0, "state": "ready", "step": 7, "in_step_s": 12.3}
+        {"replica": 0, **dict.fromkeys(FIGURES, ANY), "state": "ready", "step": 7, "in_step_s": 12.3}
     ]
     assert "99 steps, the next one takes 12.3s already" in run("status").out
     fake.handlers[PingReqInput] = lambda _: PingReqOutput(step=7, state="ready", in_step_s=0.3)
@@ -543,6 +545,23 @@ def test_what_all_replicas_refuse_in_the_same_words_is_said_of_each(fake: FakeIn
             each.handlers[FlushCacheReqInput] = lambda _: RpcError(code="busy", message="3 running")
         refused = run("flush-cache", "-i", "fake")
     assert (refused.code, refused.err) == (75, "llmserve: each of 2 replicas: 3 running\n")
+
+
+def test_a_ping_measures_each_replica(fake: FakeInstance) -> None:
+    with second_replica(fake) as other:
+        other.handlers[PingReqInput] = lambda _: PingReqOutput(step=8, state="paused")
+        once = run("ping", "-i", "fake").out.splitlines()
+        many = run("ping", "-i", "fake", "--count", "3").out.splitlines()
+        data = json.loads(run("ping", "-i", "fake", "--count", "3", "--json").out)
+        other.handlers[PingReqInput] = lambda _: SILENCE
+        hung = run("ping", "-i", "fake")
+    assert [line.split(" PONG ")[0] for line in once] == ["replica 0:", "replica 1:"]
+    assert [line.split(" ms ")[1] for line in once] == ["(ready, step 7)", "(paused, step 8)"]
+    assert [line.split("  min ")[0] for line in many] == ["replica 0: 3 × PONG", "replica 1: 3 × PONG"]
+    assert [each["state"] for each in data["replicas"]] == ["ready", "paused"]
+    assert data["count"] == 3
+    assert data["max_ms"] == max(each["max_ms"] for each in data["replicas"])
+    assert (hung.code, hung.err) == (75, "llmserve: replica 1: a step takes long\n")
 
 
 def test_ps_counts_a_silent_replica_as_unknown(fake: FakeInstance) -> None:
