@@ -85,19 +85,14 @@ class Results:
     def apply(self, step: Step, now: Callable[[], float], waiting: AbstractContextManager[None]) -> None:
         """Waits for a submitted step, within `waiting`, and applies its result.
 
-        Raises WorkerDied, and IntegrityError for inconsistent pages. Any other error ends only the requests that it
-        concerns.
+        Raises WorkerDied, IntegrityError for inconsistent pages, and what `waiting` raises at its end. Any other error
+        ends only the requests that it concerns.
         """
-        try:
-            with waiting:
-                results = step.handle.result().rows
-            if len(results) != len(step.shares):
-                raise RuntimeError(f"{len(results)} results for a step of {len(step.shares)} rows")
-        except WorkerDied:
-            raise
-        except Exception as error:
-            log.exception("step failed rows=%d", len(step.shares))
-            results = self._one_at_a_time(step.shares, error)
+        with waiting:
+            results = _rows_of(step)
+        if isinstance(results, Exception):
+            log.error("step failed rows=%d", len(step.shares), exc_info=results)
+            results = self._one_at_a_time(step.shares, results)
         time = now()
         self.counters.steps += 1
         self.counters.step_s = time - step.began
@@ -242,3 +237,16 @@ class Results:
         for request, reason in ending:
             self.finish(request, reason)
         return bool(ending)
+
+
+def _rows_of(step: Step) -> tuple[RowResult, ...] | Exception:
+    """The results of a step's rows, or why there are none. Raises WorkerDied."""
+    try:
+        rows = step.handle.result().rows
+    except WorkerDied:
+        raise
+    except Exception as error:
+        return error
+    if len(rows) != len(step.shares):
+        return RuntimeError(f"{len(rows)} results for a step of {len(step.shares)} rows")
+    return rows

@@ -196,3 +196,21 @@ def test_what_the_stand_in_cannot_cope_with_ends_the_loop() -> None:
     stand_in = StandIn(fail, patience_s=0.01)
     with pytest.raises(ValueError, match="lost"), stand_in:
         assert tried.wait(PATIENCE_S)
+
+
+def test_what_the_stand_in_cannot_cope_with_is_no_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = threading.Event()
+
+    def fail() -> None:
+        tried.set()
+        raise ValueError("lost")
+
+    worker = Gate("result")
+    harness = Operated(worker=worker)
+    harness.start_running("a")
+    monkeypatch.setattr(worker, "pass_through", lambda: tried.wait(PATIENCE_S))
+    harness.scheduler.waiting = StandIn(fail, patience_s=0.01)
+    steps = len(worker.plans)
+    with pytest.raises(ValueError, match="lost"):
+        harness.turn()
+    assert len(worker.plans) == steps + 1, "the step was computed again"
