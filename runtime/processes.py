@@ -78,12 +78,12 @@ class ChildProcess:
         """Sends the child its ChildInit. A child that has died is noticed elsewhere (`ended`)."""
         try:
             self._orders.write(msgspec.json.encode(init) + b"\n")
-        except OSError:
+        except (OSError, ValueError):  # ValueError: it has been reaped, and the pipe closed
             log.debug("cannot send orders child=%s", self.role)
 
     async def dismiss(self) -> None:
         """Tells the child to say farewell and end; waits up to FAREWELL_WAIT_S seconds for that."""
-        with contextlib.suppress(OSError):  # it has ended by itself
+        with contextlib.suppress(OSError, ValueError):  # it has ended by itself
             self._orders.write(DISMISSAL)
             self._orders.close()
         await asyncio.wait([self.ended], timeout=FAREWELL_WAIT_S)

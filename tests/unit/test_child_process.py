@@ -50,15 +50,17 @@ class Child:
     def __init__(self, body: str, folder: Path) -> None:
         self.statuses: list[Status] = []
         self.process = ChildProcess("scheduler", "role", "test", write_role(body, folder), self._on_status)
-        self.process.send(
-            ChildInit(
-                role="scheduler",
-                args=ServerArgs(model="m"),
-                ports=PortArgs.init_new(folder),
-                directory=str(folder),
-                checkpoint=Checkpoint("/m", "safetensors", "m", "/m", CONFIG),
-            )
+        self._orders = ChildInit(
+            role="scheduler",
+            args=ServerArgs(model="m"),
+            ports=PortArgs.init_new(folder),
+            directory=str(folder),
+            checkpoint=Checkpoint("/m", "safetensors", "m", "/m", CONFIG),
         )
+        self.send_orders()
+
+    def send_orders(self) -> None:
+        self.process.send(self._orders)
 
     def _on_status(self, child: ChildProcess, status: Status) -> None:
         self.statuses.append(status)
@@ -103,6 +105,13 @@ async def test_a_module_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     process = ChildProcess("scheduler", "role", "test", {"PYTHONPATH": str(tmp_path)}, lambda *_: None)
     assert await asyncio.wait_for(process.ended, PATIENCE_S) == 1
     assert process.failure == Failed("ModuleNotFoundError: No module named 'a_library_that_is_not_there'", 1)
+
+
+async def test_a_child_that_has_ended_may_still_be_told_something(tmp_path: Path) -> None:
+    child = Child("raise ZeroDivisionError", tmp_path)
+    await child.ended()
+    child.send_orders()
+    await child.process.dismiss()
 
 
 async def test_a_signal_is_told_by_name(tmp_path: Path) -> None:
