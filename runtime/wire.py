@@ -1,7 +1,7 @@
 """The wire: one message, one ZeroMQ frame, one pickle of plain builtins. The only module that imports zmq.
 
 It owns the format and the settings of the sockets; the messages are in messages.py, the queue in front of a slow
-receiver in outbox.py. Sockets are ipc only, in a directory of mode 0700, and each is used by one thread.
+receiver in outbox.py. Sockets are ipc only, in a directory of mode 0700, and each is used by one thread at a time.
 """
 
 import functools
