@@ -178,6 +178,12 @@ def stopped_process(directory: Path) -> str:
     return record.stopped if record is not None else ""
 
 
+def is_last_replica(directory: Path) -> bool:
+    """Whether the instance in `directory` has lost all of its replicas but one."""
+    record = _read(directory)
+    return record is not None and bool(record.lost_replicas) and len(record.rpc_addresses) == 1
+
+
 def list_instances() -> list[InstanceRecord]:
     """The records of all instances, in the order of their names. Those that dead instances have left are not
     `alive`.

@@ -13,6 +13,7 @@ from pathlib import Path
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.decision import NAME, decide, decided
 from llmserve.runtime.engine.batch import WeightSwap
+from llmserve.runtime.instance import is_last_replica
 from llmserve.runtime.messages import RpcProgress, UpdateWeightReqInput, UpdateWeightReqOutput
 from llmserve.runtime.models import hub
 from llmserve.runtime.scheduler.loop import Scheduler
@@ -144,7 +145,7 @@ class WeightUpdates:
         if request.decision:
             if not NAME.fullmatch(request.decision):
                 raise Refusal("invalid", f"{request.decision!r} is not the name of a decision")
-        elif replicas > 1 and not request.dry_run:
+        elif replicas > 1 and not request.dry_run and not is_last_replica(self._directory):
             raise Refusal("invalid", f"this is one of {replicas} replicas, which are updated together or not at all")
 
     def _until_decided(self, name: str) -> Generator[RpcProgress, None, None]:

@@ -4,11 +4,13 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from operated import refusal
 from updated import Updated
 
 from llmserve.runtime.decision import Word, decide, decided, new_name
+from llmserve.runtime.instance import RECORD, InstanceRecord
 from llmserve.runtime.messages import RpcProgress, UpdateWeightReqInput, UpdateWeightReqOutput
 
 NAME = "decision-1"
@@ -123,3 +125,14 @@ def test_one_of_several_replicas_is_not_updated_alone(monkeypatch: pytest.Monkey
     assert "together or not at all" in refusal(replica.update())[1]
     assert refusal(replica.update(decision="../escape"))[0] == "invalid"
     replica.check_old_serves()
+
+
+def test_the_last_of_several_replicas_is_updated_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    replica = Updated(monkeypatch, directory=tmp_path, dp_size=3)
+    record = InstanceRecord(name=tmp_path.name, rpc_addresses=("ipc:///0", "ipc:///2"), lost_replicas=(1,))
+    (tmp_path / RECORD).write_bytes(msgspec.json.encode(record))
+    assert "together or not at all" in refusal(replica.update())[1]
+    record = msgspec.structs.replace(record, rpc_addresses=("ipc:///0",), lost_replicas=(1, 2))
+    (tmp_path / RECORD).write_bytes(msgspec.json.encode(record))
+    assert isinstance(replica.update(), UpdateWeightReqOutput)
+    assert replica.swap.serving == "/models/new"
