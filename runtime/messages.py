@@ -531,6 +531,8 @@ class SchedulerMetrics(Message, frozen=True, kw_only=True):
     """Seconds that the last step took."""
     in_step_s: float = 0.0
     """How long the oldest step that is under way has taken so far; 0 where none is."""
+    compiling: int = 0
+    """Grammars that are being compiled, for which requests may be waiting."""
     pages_total: int = 0
     active_s: float = 0.0
     """Seconds since the start with a step in some pipeline stage. Less a rank's `busy_s` it is the rank's bubble."""

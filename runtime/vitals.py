@@ -44,9 +44,11 @@ class Vitals:
 def made_progress(before: SchedulerMetrics | None, now: SchedulerMetrics) -> bool:
     """Whether a scheduler made progress between two reports: it made a step, or it is alive with nothing to run.
 
-    A paused scheduler has nothing to run, unless a step is still under way.
+    A scheduler that is paused, or compiles the grammars that its requests wait for, has nothing to run, unless a step
+    is still under way.
     """
     if before is None or now.steps_total != before.steps_total:
         return True
-    idle = now.running + now.waiting == 0 or (now.state == "paused" and not now.in_step_s)
+    held = now.state == "paused" or now.compiling > 0
+    idle = now.running + now.waiting == 0 or (held and not now.in_step_s)
     return idle and now.time > before.time

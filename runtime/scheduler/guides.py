@@ -91,6 +91,11 @@ class Guides:
             self._kept.popitem(last=False)
         return future
 
+    @property
+    def compiling(self) -> int:
+        """How many grammars are being compiled, or wait for a thread that is to compile them."""
+        return sum(not future.done() for future in self._compiling)
+
     def poll(self) -> bool:
         """Whether a grammar was being compiled at the last call. If so, requests that wait for it must be looked at
         again.

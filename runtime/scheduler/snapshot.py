@@ -67,6 +67,7 @@ class Snapshots:
             bad_frames_total=self.bad_frames(),
             step_s=counters.step_s,
             in_step_s=scheduler.in_step_s,
+            compiling=scheduler.guides.compiling,
             pages_total=kv.total,
             active_s=self.active_s(),
             itl=counters.itl.snapshot(),

@@ -294,6 +294,7 @@ def test_others_go_on_while_a_grammar_is_compiled_and_it_can_be_aborted(tmp_path
     assert letters.harness.finish("free")
     assert not letters.harness.rows("waits")
     assert letters.harness.scheduler.guides.poll()
+    assert letters.harness.scheduler.snapshots.metrics().compiling == 2
     aborted, _ = letters.harness.scheduler.abort(AbortReqInput(rids=("left",)))
     assert aborted == ["left"]
     letters.harness.turn()
@@ -301,4 +302,5 @@ def test_others_go_on_while_a_grammar_is_compiled_and_it_can_be_aborted(tmp_path
     letters.may_compile.set()
     letters.run()
     assert letters.text("waits") == "x"
+    assert letters.harness.scheduler.snapshots.metrics().compiling == 0
     letters.harness.check_empty()

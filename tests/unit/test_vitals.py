@@ -38,6 +38,8 @@ BEFORE = SchedulerMetrics(
         ({"time": 101.0, "running": 0, "waiting": 3}, False),
         ({"time": 101.0, "running": 0, "waiting": 3, "state": "paused"}, True),  # an operator wants it so
         ({"time": 101.0, "state": "paused", "in_step_s": 9.0}, False),  # the pause waits for a step that hangs
+        ({"time": 101.0, "running": 0, "waiting": 3, "compiling": 1}, True),
+        ({"time": 101.0, "compiling": 1, "in_step_s": 9.0}, False),
         ({"running": 0}, False),  # an idle scheduler says at least that it lives
     ],
 )
