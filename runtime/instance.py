@@ -223,10 +223,12 @@ def none_running(records: Iterable[InstanceRecord]) -> str:
 
 def deaths(records: Iterable[InstanceRecord]) -> str:
     """The instances that died and left their directory, in words; empty if none did."""
-    names = [f'"{record.name}"' for record in records if not record.alive]
-    if len(names) == 1:
-        return f"{names[0]} has died, see `llmserve logs -i {names[0][1:-1]}`"
-    return f"{', '.join(names)} have died, see `llmserve ps --all`" if names else ""
+    dead = [record for record in records if not record.alive]
+    if len(dead) == 1:
+        see = f", see `llmserve logs -i {dead[0].name}`" if dead[0].log_path else ""
+        return f'"{dead[0].name}" has died{see}'
+    names = ", ".join(f'"{record.name}"' for record in dead)
+    return f"{names} have died, see `llmserve ps --all`" if dead else ""
 
 
 def sweep_stale() -> list[str]:

@@ -17,6 +17,7 @@ from llmserve.runtime.instance import (
     InstanceError,
     InstanceRecord,
     acquire,
+    deaths,
     find_instance,
     list_instances,
     runtime_root,
@@ -341,3 +342,12 @@ def test_the_commands_get_the_registry_without_zmq_and_torch() -> None:
 @pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1:80"), ("::1", "[::1]:80")])
 def test_an_address_is_that_of_a_url(host: str, address: str) -> None:
     assert InstanceRecord(name="x", host=host, port=80).address == address
+
+
+def test_deaths_are_told_with_the_log_if_one_was_kept() -> None:
+    one = InstanceRecord(name="one", log_path="/run/one/llmserve.log")
+    bare = InstanceRecord(name="bare")
+    assert deaths([]) == ""
+    assert deaths([one]) == '"one" has died, see `llmserve logs -i one`'
+    assert deaths([bare]) == '"bare" has died'
+    assert deaths([bare, one]) == '"bare", "one" have died, see `llmserve ps --all`'
