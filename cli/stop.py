@@ -99,8 +99,10 @@ def wait_drained(console: Console, record: InstanceRecord, process: int, limit: 
     with console.waiting(f"draining {record.name}") as say:
         while not wait_gone(process, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
+                stopped = f" ({record.stopped})" if record.stopped else ""
                 raise CommandError(
-                    f'"{record.name}" is still draining; its --drain-timeout ends it, or `llmserve stop --now`',
+                    f'"{record.name}" is still draining{stopped}; '
+                    "its --drain-timeout ends it, or `llmserve stop --now`",
                     ExitCode.BUSY,
                 )
             drains = drains or says_it_drains(record)

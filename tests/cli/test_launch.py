@@ -430,10 +430,11 @@ def test_stop_says_when_it_takes_too_long_and_now_does_not_wait(own_root: Path, 
     main = psutil.Process(record["pid"])
     processes = [main, *main.children(recursive=True)]
     main.send_signal(signal.SIGSTOP)
+    wait_until(lambda: main.status() == psutil.STATUS_STOPPED, 60, "the stop of the main process")
     try:
         slow = run_cli(own_root, "stop", "--timeout", "0.3")
         assert slow.returncode == 75
-        assert "is still draining" in slow.stderr
+        assert f"is still draining (its main process {main.pid} is stopped)" in slow.stderr
         assert all(map(is_alive, processes))
     finally:
         now = run_cli(own_root, "stop", "--now")
