@@ -32,14 +32,16 @@ def state_of(record: InstanceRecord, loads: Sequence[Load]) -> str:
         return "dead"
     states = dict.fromkeys(load.state for load in loads)
     some_silent = SILENT in states and len(states) > 1
-    if record.stopped and not some_silent:
+    stopped = record.stopped
+    rank_stopped = len(loads) > 1 and "scheduler-dp" in stopped  # of one replica, whose first rank may still answer
+    if stopped and not some_silent and not rank_stopped:
         return SILENT
     if record.state != "ready":
         return record.state
     if some_silent:
         del states[SILENT]
     state = " and ".join(states) or SILENT
-    return "degraded" if state == "ready" and (some_silent or record.lost_replicas) else state
+    return "degraded" if state == "ready" and (some_silent or rank_stopped or record.lost_replicas) else state
 
 
 def ask_loads(record: InstanceRecord, timeout_s: float = LOAD_TIMEOUT_S) -> list[Load]:

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from instances import PATIENCE_S, PATIENT, fair_time, wait_until
 from llmserve.cli import pause, ping, stop, update_weights
 from llmserve.cli.commands import COMMANDS
+from llmserve.cli.loads import Load, state_of
 from llmserve.cli.main import app
 from llmserve.cli.rpc import ProgressReport
 from llmserve.runtime.decision import decided
@@ -191,6 +192,22 @@ def test_a_lost_replica_is_named(fake: FakeInstance) -> None:
     (finding,) = (found for found in json.loads(run("doctor", "--json").out) if found["check"] == "replicas")
     assert finding["status"] == "bad"
     assert '"fake" has lost replica 1' in finding["detail"]
+
+
+def test_of_several_replicas_one_with_a_stopped_rank_degrades_the_instance(
+    fake: FakeInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first rank may answer all the same."""
+    ready, silent = Load(0, 0, "ready"), Load(None, None, "silent")
+    cases = {
+        "its scheduler-dp1-pp1-tp0 process 5 is stopped": ["degraded", "degraded", "silent", "silent"],
+        "its main process 5 is stopped": ["silent", "degraded", "silent", "silent"],
+        "": ["ready", "degraded", "silent", "ready"],
+    }
+    for stopped, expected in cases.items():
+        monkeypatch.setattr(InstanceRecord, "stopped", stopped)
+        loads = ([ready, ready], [ready, silent], [silent, silent], [ready])
+        assert [state_of(fake.instance.record, each) for each in loads] == expected, stopped
 
 
 # ---- ping ----------------------------------------------------------------------------------------------------------
