@@ -4,9 +4,12 @@ The loop's thread holds a lock except while it waits for the worker (`with stand
 touch the scheduler and its sockets, so that nothing there needs to know about threads.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.2
 """How long a wait must last before the duties are called, and how often they are called from then on."""
@@ -42,4 +45,5 @@ class StandIn:
                     try:
                         self._duties()
                     except Exception as error:
+                        log.exception("cannot go on while a step takes long")  # told now: the step may never end
                         self._error = error
