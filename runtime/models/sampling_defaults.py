@@ -7,8 +7,6 @@ import msgspec
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.models.configs import Json
 
-NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """The values for what a request leaves out; without a recommendation those of OpenAI's API. `top_k` 0 means off."""
@@ -27,7 +25,7 @@ def sampling_defaults(whose: Literal["model", "openai"], generation: Json) -> Sa
     """
     if whose == "openai":
         return SamplingDefaults()
-    values: dict[str, Any] = {name: generation[name] for name in NAMES if generation.get(name) is not None}
+    values: dict[str, Any] = {name: value for name, value in generation.items() if value is not None}
     if values.get("top_k") == -1:
         values["top_k"] = 0
     try:

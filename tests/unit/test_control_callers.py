@@ -66,17 +66,21 @@ def test_the_number_of_calls_under_way_is_bounded() -> None:
     assert all(harness.answer(client) is not None for client in clients)
 
 
+def make_pings_take(harness: Operated, seconds: float) -> None:
+    ping = harness.control.ping
+
+    def slow_ping(request: PingReqInput) -> PingReqOutput:
+        harness.clock += seconds
+        return ping(request)
+
+    harness.control._verbs[PingReqInput] = slow_ping
+
+
 def test_a_flood_takes_its_share_of_the_time_and_no_more() -> None:
     """Each call costs 1 ms and a turn 10 ms besides: of 20 turns, calls may have 2 % of the time, and the credit."""
     harness = Operated()
     harness.start_running("a")
-    ping = harness.control.ping
-
-    def slow_ping(request: PingReqInput) -> PingReqOutput:
-        harness.clock += 0.001
-        return ping(request)
-
-    harness.control._verbs[PingReqInput] = slow_ping
+    make_pings_take(harness, 0.001)
     for _ in range(10_000):
         harness.call(PingReqInput())
     began, before = harness.clock, len(harness.transport.calls)
@@ -112,13 +116,7 @@ def test_a_flood_of_bad_frames_takes_no_more(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_was_idle_time_is_not_charged_to_those_who_call_when_work_begins() -> None:
     harness = Operated()
-    ping = harness.control.ping
-
-    def slow_ping(request: PingReqInput) -> PingReqOutput:
-        harness.clock += 1.0
-        return ping(request)
-
-    harness.control._verbs[PingReqInput] = slow_ping
+    make_pings_take(harness, 1.0)
     for _ in range(3):
         harness.call(PingReqInput())
     harness.send("a", [1, 2, 3], params=LONG)
