@@ -50,6 +50,7 @@ class Checklist:
         self._with_key = with_key
         self._stages: dict[str, Stage] = {}
         self._over = False
+        self._spinner = Spinner("dots", style="cyan")
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=10)
 
     def progress(self, stage: str, done: float, total: float, unit: str) -> None:
@@ -102,17 +103,19 @@ class Checklist:
         table.add_column(width=1)
         table.add_column(min_width=max(map(len, STAGES)), no_wrap=True)
         table.add_column(overflow="fold")
+        waits = False  # for a stage above it
         for name in dict.fromkeys((*STAGES, *self._stages)):
             line = self._stages.get(name)
-            if line is None:
-                if not self._over:
-                    table.add_row(" ", Text(name, "dim"), "")
-            elif line.result is not None:
+            if line is not None and line.result is not None:
                 table.add_row(Text("✓", "green"), name, Text(line.result))
-            elif not self._over:
-                table.add_row(Spinner("dots", style="cyan"), name, running(line))
+            elif self._over:
+                if line is not None:
+                    table.add_row(Text("✗", "red"), name, running(line))
+            elif waits:
+                table.add_row(" ", Text(name, "dim"), "")
             else:
-                table.add_row(Text("✗", "red"), name, running(line))
+                table.add_row(self._spinner, name, "" if line is None else running(line))
+                waits = True
         return Group(Text(self._title, "bold"), table)
 
 

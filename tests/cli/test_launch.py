@@ -16,6 +16,7 @@ import httpx
 import pexpect
 import psutil
 import pytest
+from rich.console import Console as RichConsole
 from typer.testing import CliRunner
 
 from instances import (
@@ -30,7 +31,7 @@ from instances import (
     run_cli,
     wait_until,
 )
-from llmserve.cli.checklist import curl_line
+from llmserve.cli.checklist import Checklist, curl_line
 from llmserve.cli.console import Console
 from llmserve.cli.main import app
 from llmserve.runtime.client import RpcClient
@@ -262,6 +263,18 @@ def test_the_line_to_paste_is_one_command_whatever_the_model_is_called() -> None
     words = shlex.split(line.replace("\\\n", ""))
     assert words[:3] == ["curl", "http://127.0.0.1:1/v1/completions", "-H"]
     assert json.loads(words[-1])["model"] == 'Bob\'s "best"'
+
+
+def test_a_spinner_turns_at_the_first_stage_that_is_not_done() -> None:
+    """Also before that stage tells anything: a process that imports torch is silent for seconds."""
+    screen = StringIO()
+    checklist = Checklist(RichConsole(file=screen, force_terminal=True, width=80), "llmserve x", with_key=False)
+    checklist.stage("port", "http://127.0.0.1:1")
+    try:
+        wait_until(lambda: len(set(re.findall("(.) model", plain(screen.getvalue())))) > 2, 10, "a turning spinner")
+    finally:
+        checklist.close()
+    assert set(re.findall("(.) weights", plain(screen.getvalue()))) == {" "}
 
 
 def test_the_checklist_and_ctrl_c(own_root: Path, tiny_model: Path) -> None:
