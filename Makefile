@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 SERVE_ARGS ?=
+TEST_ARGS ?=
 BENCH_ARGS ?=
 
 .PHONY: setup serve test check bench generate clean
@@ -25,7 +26,7 @@ serve: setup
 	$(BIN)/llmserve launch $(SERVE_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TEST_ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

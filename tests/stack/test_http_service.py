@@ -77,7 +77,7 @@ def running(http: httpx.Client, rpc: RpcClient, rid: str = "") -> Iterator[None]
 
 
 def complete(http: httpx.Client, **body: Any) -> httpx.Response:
-    return http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **body})
+    return http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, "temperature": 0, **body})
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -177,7 +177,8 @@ def test_an_aborted_request_in_the_queue_answers_without_being_computed(http: ht
 def test_usage_is_right_under_chunked_prefill(http: httpx.Client, stream: bool) -> None:
     """Chunks of 16 tokens."""
     prompt = [200 + stream + n % 7 for n in range(150)]
-    response = complete(http, prompt=prompt, stream=stream, stream_options={"include_usage": True} if stream else None)
+    options = {"stream": stream, "stream_options": {"include_usage": True} if stream else None, "ignore_eos": True}
+    response = complete(http, prompt=prompt, **options)
     answer = json.loads(response.text.split("\n\n")[-3].removeprefix("data: ")) if stream else response.json()
     assert answer["usage"] == {
         "prompt_tokens": 150,
