@@ -29,7 +29,10 @@ MAX_TIMEOUT_S = 86_400.0
 MAX_PENDING = 64
 CALLS_PER_TURN = 64
 SHARE_OF_TIME = 0.02
-"""The fraction of time that calls may take while requests run; a burst may take up to MAX_CREDIT_S."""
+"""CPU time that calls may take while requests run, as a fraction of the time that passes; a burst may take up to
+MAX_CREDIT_S. Not elapsed time: where other programs take the core during a call, callers would wait fifty times as
+long.
+"""
 MAX_CREDIT_S = 0.005
 LONG_STEP_S = 1.0
 """A step that takes longer is named as the reason for a timeout."""
@@ -83,6 +86,7 @@ class RpcServer:
         busy: Callable[[], bool],
         in_step_s: Callable[[], float] = lambda: 0.0,
         now: Callable[[], float] = time.monotonic,
+        cpu_time: Callable[[], float] = time.thread_time,
     ):
         self._router = router
         self._start = start
@@ -90,6 +94,7 @@ class RpcServer:
         self._busy = busy
         self._in_step_s = in_step_s
         self._now = now
+        self._cpu_time = cpu_time
         self._pending: list[Pending] = []
         self._credit_s = MAX_CREDIT_S
         self._polled = now()
@@ -115,10 +120,10 @@ class RpcServer:
         """Resumes pending verbs, then takes new calls; within the budget if that `holds_up` running requests. Whether
         it took any.
         """
-        began, busy = self._now(), holds_up and self._busy()
-        earned_s = (began - self._polled) * SHARE_OF_TIME
+        now, began, busy = self._now(), self._cpu_time(), holds_up and self._busy()
+        earned_s = (now - self._polled) * SHARE_OF_TIME
         self._credit_s = min(MAX_CREDIT_S, self._credit_s + earned_s) if busy else MAX_CREDIT_S
-        self._polled = began
+        self._polled = now
         self._pending = [call for call in self._pending if not self._advance(call)]
         count = 0
         while count < CALLS_PER_TURN and self._credit_s > 0:
@@ -126,7 +131,7 @@ class RpcServer:
             if received is not None:
                 count += 1
                 self._take(*received)
-            ended = self._now()
+            ended = self._cpu_time()
             if busy:
                 self._credit_s -= ended - began  # bad frames cost time too
             began = ended

@@ -50,6 +50,8 @@ class Operated(Harness):
         self.transport = Transport()
         self.replies: list[Message] = []
         self.forwarded: list[Message] = []
+        self.preempted = 0.0
+        """Seconds of the clock in which other programs had the core."""
         self.watchers = Watchers(directory, now=lambda: self.clock)
         self.control = Verbs(self.scheduler, "/models/fake", self.watchers, self.forwarded.append)
         self.scheduler.control = self.server = RpcServer(
@@ -59,6 +61,7 @@ class Operated(Harness):
             busy=lambda: not self.scheduler.quiet,
             in_step_s=lambda: self.scheduler.in_step_s,
             now=lambda: self.clock,
+            cpu_time=lambda: self.clock - self.preempted,
         )
         self._clients = itertools.count()
 

@@ -66,11 +66,13 @@ def test_the_number_of_calls_under_way_is_bounded() -> None:
     assert all(harness.answer(client) is not None for client in clients)
 
 
-def make_pings_take(harness: Operated, seconds: float) -> None:
+def make_pings_take(harness: Operated, seconds: float, of_others: float = 0.0) -> None:
+    """`of_others`: how much of the time other programs have the core."""
     ping = harness.control.ping
 
     def slow_ping(request: PingReqInput) -> PingReqOutput:
         harness.clock += seconds
+        harness.preempted += of_others
         return ping(request)
 
     harness.control._verbs[PingReqInput] = slow_ping
@@ -94,6 +96,14 @@ def test_a_flood_takes_its_share_of_the_time_and_no_more() -> None:
     assert not harness.transport.calls  # and with nothing to run they are all answered
     harness.start_running("b", turns=1)
     assert isinstance(harness.ask(PingReqInput(), turns=1), PingReqOutput)  # what was idle time has cost no credit
+
+
+def test_a_call_is_not_charged_for_the_time_that_other_programs_take() -> None:
+    harness = Operated()
+    harness.start_running("a")
+    make_pings_take(harness, 1.0, of_others=1.0)
+    assert isinstance(harness.ask(PingReqInput(), turns=1), PingReqOutput)
+    assert isinstance(harness.ask(ListRequestsReqInput(), turns=1), ListRequestsReqOutput)
 
 
 def test_a_flood_of_bad_frames_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
