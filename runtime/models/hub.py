@@ -194,6 +194,10 @@ def _from_hub(model: str) -> Path:
         raise ConfigError(f"{model} is no path on this machine and cannot be fetched from the hub: {error}") from error
     if file and not (directory / file).is_file():
         raise ConfigError(f"{repository} has no file {file} on the hub")
+    if not file and not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"{repository} has no config.json on the hub; if it has GGUF files, name one: {repository}/FILE.gguf"
+        )
     return directory / file if file else directory
 
 

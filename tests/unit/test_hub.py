@@ -242,6 +242,14 @@ def test_a_file_of_a_hub_repository(hub_cache: Path, tmp_path: Path) -> None:
     assert (checkpoint.format, checkpoint.name) == ("gguf", "tiny.gguf")
 
 
+def test_a_hub_repository_of_gguf_files_needs_the_name_of_one(hub_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/README.md").touch()
+    put(hub_cache, "org/files", tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"^org/files has no config.json on the hub; .* name one: org/files/FILE"):
+        resolve("org/files")
+
+
 @pytest.mark.usefixtures("hub_cache")
 @pytest.mark.parametrize("model", ["org/unknown", "org/unknown/model.gguf"])
 def test_a_hub_id_that_is_not_in_the_cache(model: str) -> None:
