@@ -156,7 +156,7 @@ def test_rope_parameters_of_transformers_5_mean_the_same(tmp_path: Path) -> None
     assert parse_config(saved).layers == parse_config(config).layers
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3"])
 def test_bfloat16_is_as_near_as_transformers(family: str, tmp_path: Path) -> None:
     """bf16 rounds every intermediate result. Ours may be no further from the fp32 logits than transformers' bf16 is."""
     make_tiny(tmp_path, family, dtype="bfloat16")
