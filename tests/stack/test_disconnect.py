@@ -130,7 +130,7 @@ def test_embeddings_are_given_up_too(default_server: RunningInstance, scheduler:
     steps = []
     while len(steps) < TRIES and min(steps, default=TRIES) > 3:
         wait_until(lambda: scheduler.idle, PATIENCE_S, "the end of earlier work")
-        connection = ask(default_server, "/v1/embeddings", {"input": [f"{n} word" * 90 for n in range(6)]})
+        connection = ask(default_server, "/v1/embeddings", {"input": [f"{n} word" * 90 for n in range(60)]})
         wait_until(lambda: not scheduler.idle, PATIENCE_S, "the request's start")
         steps.append(scheduler.steps_after_end_of(connection))
     assert min(steps) <= 3
