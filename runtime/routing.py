@@ -1,4 +1,5 @@
-"""Chooses the replica of a request: the one with most of its prompt in the prefix cache, else the least busy one.
+"""Chooses the replica of a request: the one with most of its prompt in the prefix cache, unless it is much busier; else
+the least busy one.
 
 The contents of a cache are estimated: the pages of the latest prompts that were sent there, as many as its pool has.
 Nothing here sends anything.
@@ -10,10 +11,16 @@ from hashlib import blake2b
 from typing import Literal
 
 TOKEN_BYTES = 4
+CHOICE_TOKENS = 64
+"""Prompt tokens whose computation costs as much as one more choice in flight, which is about its tokens of output.
+
+Otherwise requests that all begin with the same system prompt would all go to one replica.
+"""
 
 Reason = Literal["only", "prefix", "load", "full"]
-"""Why a replica was chosen. only: there was no other; prefix: it has most of the prompt cached; load: no replica has
-any of it, this one is the least busy; full: the one that has it would have queued the request.
+"""Why a replica was chosen. only: there was no other; prefix: it has most of the prompt cached; load: this one is the
+least busy, and what others have cached of the prompt does not make up for their load; full: the one that has it would
+have queued the request.
 """
 REASONS: tuple[Reason, ...] = ("only", "prefix", "load", "full")
 
@@ -74,6 +81,9 @@ class Routing:
             return idlest, "load"
         if self.replicas[best].choices >= self._max_running > self.replicas[idlest].choices:
             return idlest, "full"
+        saved = (known[best] - known[idlest]) * self.page_size
+        if saved < CHOICE_TOKENS * (self.replicas[best].choices - self.replicas[idlest].choices):
+            return idlest, "load"
         return best, "prefix"
 
     def started(self, number: int, choices: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from llmserve.runtime.engine.batch import int32_bytes
 from llmserve.runtime.messages import Histogram, SchedulerMetrics
-from llmserve.runtime.routing import Routing
+from llmserve.runtime.routing import CHOICE_TOKENS, Routing
 from llmserve.runtime.schedulers import Schedulers, total_of
 
 PAGE = 4
@@ -52,6 +52,26 @@ def test_without_a_prefix_the_least_busy_one(routing: Routing) -> None:
         routing.ended(0)
     assert routing.choose(prompt(1)) == 0
     assert routing.reasons["load"] == 2
+
+
+def test_a_short_prefix_is_not_worth_a_crowd() -> None:
+    """All chats begin with the same system prompt, which the second replica has too as soon as it has got one."""
+    routing = Routing(2, PAGE, max_running=64)
+    for user in range(8):
+        routing.started(routing.choose(prompt(*range(32), 100 + user)), 1)
+    assert [replica.choices for replica in routing.replicas] == [4, 4]
+    assert routing.reasons == {"only": 0, "prefix": 6, "load": 2, "full": 0}
+
+
+def test_a_long_prefix_is_worth_a_crowd_of_its_size() -> None:
+    routing = Routing(2, PAGE, max_running=64)
+    conversation = range(4 * CHOICE_TOKENS)
+    assert routing.choose(prompt(*conversation, 1)) == 0
+    routing.started(0, 4)
+    assert routing.choose(prompt(*conversation, 2)) == 0
+    routing.started(0, 1)
+    assert routing.choose(prompt(*conversation, 3)) == 1
+    assert routing.reasons == {"only": 0, "prefix": 1, "load": 2, "full": 0}
 
 
 def test_a_prefix_is_not_worth_a_wait(routing: Routing) -> None:
