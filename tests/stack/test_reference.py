@@ -1,8 +1,9 @@
 """The default model through the whole stack says what transformers says, alone and in a batch."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loads import all_at_once
@@ -13,6 +14,7 @@ from llmserve.runtime.outputs import Generation
 
 NEW_TOKENS = 12
 PROMPTS = list(reference.PROMPTS)
+SIXTY_FOUR = [*PROMPTS, *PROMPTS[:24]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,19 +26,26 @@ def in_runtime_root(runtime_root: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """The default model in fp32, without a prefix cache, so that every prompt is computed."""
-    with Engine(dtype="float32", max_total_tokens=32768, prefix_cache=False) as engine:
+    """The default model in fp32, without a prefix cache, so that every prompt is computed; in the first step, so that
+    as many as are sent together also decode together.
+    """
+    with Engine(dtype="float32", max_total_tokens=32768, chunked_prefill_size=2048, prefix_cache=False) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def batched(engine: Engine) -> list[Generation]:
-    """All prompts at once."""
-    return greedy(engine)
+def batch_of_64(engine: Engine) -> list[Generation]:
+    return greedy(engine, SIXTY_FOUR)
 
 
-def greedy(engine: Engine) -> list[Generation]:
-    return engine.generate(PROMPTS, temperature=0.0, max_new_tokens=NEW_TOKENS)
+@pytest.fixture(scope="module")
+def batched(batch_of_64: list[Generation]) -> list[Generation]:
+    """What each prompt gives there."""
+    return batch_of_64[: len(PROMPTS)]
+
+
+def greedy(engine: Engine, prompts: list[str]) -> list[Generation]:
+    return engine.generate(prompts, temperature=0.0, max_new_tokens=NEW_TOKENS)
 
 
 async def crowd(engine: Engine, prompts: Sequence[str], new_tokens: int) -> list[Generation]:
@@ -58,23 +67,27 @@ def test_greedy_in_a_batch_is_what_transformers_chooses(engine: Engine, batched:
         assert len(generation.output_ids) == NEW_TOKENS or stopped, prompt
 
 
+def test_a_prompt_gives_the_same_at_two_places_of_a_batch(batch_of_64: list[Generation]) -> None:
+    outputs = [each.output_ids for each in batch_of_64]
+    assert outputs[len(PROMPTS) :] == outputs[: len(SIXTY_FOUR) - len(PROMPTS)]
+
+
 def test_greedy_alone_is_greedy_in_a_batch(engine: Engine, batched: list[Generation]) -> None:
     alone = [engine.generate(prompt, temperature=0.0, max_new_tokens=8) for prompt in PROMPTS]
     assert [each.output_ids for each in alone] == [each.output_ids[:8] for each in batched]
 
 
-def test_greedy_survives_chunks_prefix_hits_and_retraction(batched: list[Generation]) -> None:
+def test_greedy_survives_chunks_prefix_hits_and_retraction(batch_of_64: list[Generation]) -> None:
     """64 at once, in a pool that holds a few of them, their prompts in chunks; twice, so that prefixes are found."""
-    prompts = [*PROMPTS, *PROMPTS[:24]]
-    expected = [each.output_ids for each in [*batched, *batched[:24]]]
+    expected = [each.output_ids for each in batch_of_64]
     with Engine(dtype="float32", max_total_tokens=640, chunked_prefill_size=48, page_size=8) as engine:
-        cold, warm = (asyncio.run(crowd(engine, prompts, new_tokens)) for new_tokens in (NEW_TOKENS, 4))
+        cold, warm = (asyncio.run(crowd(engine, SIXTY_FOUR, new_tokens)) for new_tokens in (NEW_TOKENS, 4))
         longest = engine.generate(PROMPTS[-1], temperature=0.0, max_new_tokens=NEW_TOKENS)
         again = engine.generate(PROMPTS[-1], temperature=0.0, max_new_tokens=NEW_TOKENS)
         metrics = engine._running().tokenizer_manager.scheduler_metrics
     assert [each.output_ids for each in cold] == expected
     assert [each.output_ids for each in warm] == [tokens[:4] for tokens in expected]
-    assert longest.output_ids == again.output_ids == batched[-1].output_ids
+    assert longest.output_ids == again.output_ids == expected[len(PROMPTS) - 1]
     assert again.cached_tokens >= again.prompt_tokens - 8
     assert metrics is not None
     assert metrics.retractions_total > 0
@@ -89,9 +102,12 @@ def test_greedy_is_what_transformers_generates(engine: Engine, prompt: str) -> N
 
 
 def test_a_seed_gives_the_same_text_alone_and_in_a_batch(engine: Engine) -> None:
-    prompts = PROMPTS[:16]
-    together = engine.generate(prompts, temperature=1.0, top_p=0.95, seed=7, max_new_tokens=8)
-    alone = [engine.generate(prompt, temperature=1.0, top_p=0.95, seed=7, max_new_tokens=8) for prompt in prompts]
+    def drawn(prompt: str) -> Coroutine[Any, Any, Generation]:
+        return engine.async_generate(prompt, temperature=1.0, top_p=0.95, seed=7, max_new_tokens=6)
+
+    batch = asyncio.run(all_at_once(engine, [drawn(prompt) for prompt in PROMPTS[:32]], choices=32))
+    together = batch[::2]  # half of them, for the time that one alone takes
+    alone = [asyncio.run(drawn(prompt)) for prompt in PROMPTS[:32:2]]
     assert [each.text for each in together] == [each.text for each in alone]
     assert [each.output_ids for each in together] == [each.output_ids for each in alone]
 
@@ -106,7 +122,7 @@ def test_share_of_prompts_that_differ_in_bf16(
 ) -> None:
     """bf16 rounds, so some greedy choices change; how many is reported, and most must not."""
     with Engine(dtype="bfloat16", max_total_tokens=32768) as engine:
-        rounded = greedy(engine)
+        rounded = greedy(engine, PROMPTS)
     differ = sum(a.output_ids != b.output_ids for a, b in zip(rounded, batched, strict=True))
     share = differ / len(PROMPTS)
     record_property("bf16_share_of_prompts_that_differ", share)
