@@ -413,9 +413,17 @@ def test_a_detached_launch_fails_as_the_launch_would(own_root: Path, tiny_model:
     )
     assert refused.stdout == ""
     assert not (own_root / "llmserve/default").exists()
-    refused = run_cli(own_root, "launch", str(tiny_model), "--port", "0", "--detach", "--load-format", "gguf")
+
+
+@pytest.mark.parametrize("way", [(), ("--detach",)])
+def test_a_launch_of_a_wrong_format_that_logs_errors_only(
+    own_root: Path, tiny_model: Path, way: tuple[str, ...]
+) -> None:
+    options = ("--port", "0", "--load-format", "gguf", "--log-level", "error", *way)
+    refused = run_cli(own_root, "launch", str(tiny_model), *options)
     assert refused.returncode == 78
-    assert refused.stderr.splitlines()[-1].endswith("--load-format gguf expects a .gguf file")
+    (line,) = refused.stderr.splitlines()
+    assert line.endswith("is a directory of safetensors; --load-format gguf expects a .gguf file")
 
 
 def test_ctrl_c_ends_a_detached_launch_that_is_not_ready(own_root: Path, tiny_model: Path) -> None:

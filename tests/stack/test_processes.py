@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from instances import RunningInstance, fair_time, launched, run_cli
+from instances import PATIENCE_S, RunningInstance, fair_time, launched, run_cli, wait_until
 
 API_KEY, ADMIN_KEY = "sk-api-4711", "sk-admin-0815"
 MIB = 2**20
@@ -118,6 +118,12 @@ def test_the_keys_are_asked_for(keyed: RunningInstance) -> None:
     assert keyed.client().post("/v1/completions", json=request).status_code == 401
     headers = {"Authorization": f"Bearer {API_KEY}"}
     assert keyed.client(headers=headers).post("/v1/completions", json=request).status_code == 200
+
+
+def test_the_log_level_is_that_of_all_processes(keyed: RunningInstance) -> None:
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    assert keyed.client(headers=headers).post("/v1/completions", json={"prompt": "Once"}).status_code == 200
+    wait_until(lambda: " debug scheduler: request ended " in keyed.log_text(), PATIENCE_S, "a line of the scheduler")
 
 
 def test_metrics_are_scraped_without_a_key_where_so_configured(keyed: RunningInstance) -> None:
