@@ -76,9 +76,12 @@ async def test_a_given_maximum_and_seed_are_kept(tokenization: Tokenization) -> 
 
 
 async def test_requests_without_a_seed_get_different_ones(tokenization: Tokenization) -> None:
-    seeds = {(await tokenized(tokenization)).sampling_params.seed for _ in range(3)}
-    assert len(seeds) == 3
+    seeds = [(await tokenized(tokenization)).sampling_params.seed for _ in range(3)]
+    assert len(set(seeds)) == 3
     assert all(0 <= seed < 1 << 62 for seed in seeds)
+    same_launch = make()  # with the same --seed
+    assert [(await tokenized(same_launch)).sampling_params.seed for _ in range(3)] == seeds
+    same_launch.close()
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
