@@ -180,6 +180,14 @@ def test_bfloat16_is_the_checkpoints_or_the_options(tmp_path: Path, checkpoint: 
     assert make_worker(checkpoint, dtype="bfloat16").info.bytes_per_page == page_bytes * 2
 
 
+def test_what_is_in_effect_is_what_the_options_say(checkpoint: Checkpoint) -> None:
+    options = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "reference", "threads": 1}
+    worker = make_worker(checkpoint, page_size=8, **options)
+    assert worker.info.in_effect == options
+    assert torch.get_num_threads() == 1
+    assert worker.info.page_size == 8
+
+
 def test_the_pool_is_what_the_options_say(checkpoint: Checkpoint) -> None:
     info = make_worker(checkpoint, max_total_tokens=1000).info
     assert (info.num_pages, info.page_size, info.max_model_len) == (62, 16, 512)
