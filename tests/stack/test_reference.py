@@ -26,8 +26,8 @@ def in_runtime_root(runtime_root: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """The default model in fp32, without a prefix cache, so that every prompt is computed; in the first step, so that
-    as many as are sent together also decode together.
+    """The default model in fp32, without a prefix cache, so that every prompt is computed. Its first step takes all of
+    them, so they decode together.
     """
     with Engine(dtype="float32", max_total_tokens=32768, chunked_prefill_size=2048, prefix_cache=False) as engine:
         yield engine
@@ -35,17 +35,13 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def batch_of_64(engine: Engine) -> list[Generation]:
-    return greedy(engine, SIXTY_FOUR)
+    return asyncio.run(crowd(engine, SIXTY_FOUR, NEW_TOKENS))
 
 
 @pytest.fixture(scope="module")
 def batched(batch_of_64: list[Generation]) -> list[Generation]:
     """What each prompt gives there."""
     return batch_of_64[: len(PROMPTS)]
-
-
-def greedy(engine: Engine, prompts: list[str]) -> list[Generation]:
-    return engine.generate(prompts, temperature=0.0, max_new_tokens=NEW_TOKENS)
 
 
 async def crowd(engine: Engine, prompts: Sequence[str], new_tokens: int) -> list[Generation]:
@@ -122,7 +118,7 @@ def test_share_of_prompts_that_differ_in_bf16(
 ) -> None:
     """bf16 rounds, so some greedy choices change; how many is reported, and most must not."""
     with Engine(dtype="bfloat16", max_total_tokens=32768) as engine:
-        rounded = greedy(engine, PROMPTS)
+        rounded = engine.generate(PROMPTS, temperature=0.0, max_new_tokens=NEW_TOKENS)
     differ = sum(a.output_ids != b.output_ids for a, b in zip(rounded, batched, strict=True))
     share = differ / len(PROMPTS)
     record_property("bf16_share_of_prompts_that_differ", share)
