@@ -2,6 +2,7 @@
 
 import asyncio
 import json as jsonlib
+import signal
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
@@ -69,7 +70,8 @@ def bench(
 ) -> None:
     """Measure a server under load: throughput, and percentiles of the latencies.
 
-    The same seed gives the same prompts on every server. ITL is the mean time between two tokens of a request.
+    The same seed gives the same prompts on every server. ITL is the mean time between two tokens of a request. Ctrl-C
+    ends it with the figures so far.
     """
     from llmserve.cli.bench.load import Load, standard_loads
 
@@ -96,11 +98,21 @@ def bench(
     )
     name = model or first_model(url, headers)
     loads = standard_loads(seed, stream) if suite else (own,)
-    results = [run(console, load, url, name, headers, fields, timeout) for load in loads]
+    results: list[Result] = []
+    try:
+        for load in loads:
+            results.append(run(console, load, url, name, headers, fields, timeout))
+            if results[-1].answered < load.requests:
+                break
+    except KeyboardInterrupt:  # before the first answer to a load
+        if not results:
+            raise
     if json:
         console.json([as_json(result) for result in results])
     else:
         show(console, results)
+    if sum(result.answered for result in results) < sum(load.requests for load in loads):
+        raise typer.Exit(128 + signal.SIGINT)
     if any(result.errors for result in results):
         raise typer.Exit(ExitCode.FAILED)
 
@@ -195,6 +207,8 @@ def show(console: Console, results: list["Result"]) -> None:
         rows.append([result.load.name, *numbers])
     console.table(("LOAD", *NUMBERS), rows, right=NUMBERS)
     for result in results:
+        if result.answered < result.load.requests:
+            console.note(f"{result.load.name}: interrupted after {result.answered} of {result.load.requests} requests")
         for error, times in result.errors.items():
             console.error(f"{result.load.name}: {format.plural(times, 'request')} failed: {error}")
         if result.cpu_share > 0.5:

@@ -94,6 +94,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     e2e: Quantiles
     cpu_share: float
 
+    @property
+    def answered(self) -> int:
+        """The number of requests that have ended: all, unless Ctrl-C came before."""
+        return self.ok + sum(self.errors.values())
+
 
 async def put(
     load: Load,
@@ -104,7 +109,10 @@ async def put(
     timeout_s: float,
     on_answer: Callable[[], None],
 ) -> Result:
-    """Warms the server up, sends the load and returns its statistics. `on_answer` is called after each answer."""
+    """Warms the server up, sends the load and returns its statistics. `on_answer` is called after each answer.
+
+    When cancelled, it returns those of the answers that have come; without any, it raises CancelledError.
+    """
     request = Request(url, headers, timeout_s)
     body = {"model": model, "max_tokens": load.output_tokens, "temperature": 0.0, "ignore_eos": True}
     if load.stream:
@@ -115,19 +123,24 @@ async def put(
     rng = random.Random(load.seed)
     gate = asyncio.Semaphore(load.requests if load.rate else load.concurrency)
 
-    async def one(prompt: str) -> Answer:
+    answers: list[Answer] = []
+
+    async def one(prompt: str) -> None:
         async with gate:
-            answer = await request.send(body | {"prompt": prompt})
+            answers.append(await request.send(body | {"prompt": prompt}))
         on_answer()
-        return answer
 
     began, cpu = time.perf_counter(), time.process_time()
-    tasks: list[asyncio.Task[Answer]] = []
-    for prompt in load.prompts():
-        if load.rate and tasks:
-            await asyncio.sleep(rng.expovariate(load.rate))
-        tasks.append(asyncio.create_task(one(prompt)))
-    answers = await asyncio.gather(*tasks)
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for prompt in load.prompts():
+            if load.rate and tasks:
+                await asyncio.sleep(rng.expovariate(load.rate))
+            tasks.append(asyncio.create_task(one(prompt)))
+        await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        if not answers:
+            raise
     return count(load, answers, time.perf_counter() - began, time.process_time() - cpu)
 
 

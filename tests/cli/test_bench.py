@@ -1,6 +1,8 @@
 """`llmserve bench`: the same prompts every time, and numbers that a server with known delays must give."""
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +32,8 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.together = threading.Barrier(1)
         """Streams after those of the warm-up begin when so many have come."""
+        self.interrupt_at = 0
+        """The body at which the client gets a Ctrl-C, and no answer; counted from 1."""
 
     @property
     def url(self) -> str:
@@ -83,6 +87,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+        if len(self.server.bodies) == self.server.interrupt_at:
+            os.kill(os.getpid(), signal.SIGINT)
+            self.rfile.read(1)  # until it leaves
+            return
         if self.server.measured:
             self.server.together.wait(60)
         for number in range(tokens):
@@ -280,6 +288,22 @@ def test_the_table_names_the_loads(server: Server) -> None:
     assert row.startswith("bench")
     assert row.split()[1] == "2"
     assert row.split()[5] == "40%"  # cached
+
+
+@pytest.mark.parametrize(
+    ("at", "shown"), [(1, []), (4, ["a"]), (7, ["a", "b"])], ids=["warm-up of a", "warm-up of b", "in b"]
+)
+def test_ctrl_c_gives_the_figures_so_far(
+    server: Server, monkeypatch: pytest.MonkeyPatch, at: int, shown: list[str]
+) -> None:
+    """The bodies are two of the warm-up and one of a, two of the warm-up and two of b."""
+    loads = (Load(name="a", requests=1, output_tokens=1), Load(name="b", requests=2, output_tokens=1, concurrency=1))
+    monkeypatch.setattr("llmserve.cli.bench.load.SUITE", loads)
+    server.interrupt_at = at
+    done = run("bench", "--url", server.url, "--suite")
+    assert done.code == 130
+    assert [line.split()[:2] for line in done.out.splitlines()[1:]] == [[name, "1"] for name in shown]
+    assert ("b: interrupted after 1 of 2 requests\n" in done.err) == ("b" in shown)
 
 
 def test_quantiles_are_values_that_occurred() -> None:
