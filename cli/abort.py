@@ -1,6 +1,7 @@
 """`llmserve abort`: ends requests by name or in bulk; answers after their memory is back."""
 
 import re
+import signal
 from typing import Annotated
 
 import typer
@@ -93,7 +94,11 @@ def abort(
         if not rids:
             confirm(console, count, f' of "{remote.record.name}"', yes)
         request = AbortReqInput(rids=tuple(rids or ()), prefix=prefix, older_than_s=older_than, everything=everything)
-        answers = remote.some(request)
+        try:
+            answers = remote.some(request)
+        except KeyboardInterrupt:
+            message = "interrupted; what was to end may still do so, see `llmserve requests`"
+            raise CommandError(message, 128 + signal.SIGINT) from None
     places = {rid: replica for replica, answer in answers.items() for rid in answer.aborted}
     aborted = sorted(places)
     missing = [rid for rid in dict.fromkeys(rids or ()) if all(rid in answer.not_found for answer in answers.values())]

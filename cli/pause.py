@@ -29,6 +29,7 @@ from llmserve.runtime.messages import (
 
 if TYPE_CHECKING:
     from llmserve.cli.rpc import Remote
+    from llmserve.runtime.client import RpcCallError
 
 POLL_S = 0.2
 
@@ -117,8 +118,9 @@ def drain(
     with Remote.find(instance, min(timeout, 30.0)) as remote:
         started = remote.some(DrainReqInput())
         left = {replica: answer.running + answer.waiting for replica, answer in started.items()}
-        if wait and started.failure is None:
-            wait_until_none_is_left(console, remote, left, timeout)
+        failure = started.failure
+        if wait:
+            failure = wait_until_none_is_left(console, remote, left, timeout) or failure
     if json:
         replicas = [{"replica": replica, "left": count} for replica, count in left.items()]
         console.json({"state": "draining", "left": sum(left.values()), "replicas": replicas})
@@ -126,11 +128,18 @@ def drain(
         for replica, count in left.items():
             state = f"draining, {format.plural(count, 'request')} left" if count else "drained"
             console.print(f"{remote.label(replica)}{state}")
-    started.check()
+    if failure is not None:
+        raise failure
 
 
-def wait_until_none_is_left(console: Console, remote: "Remote", left: dict[int, int], timeout: float) -> None:
-    """Keeps `left`, the number of requests by dp_rank, up to date until there are none. Raises CommandError."""
+def wait_until_none_is_left(
+    console: Console, remote: "Remote", left: dict[int, int], timeout: float
+) -> "RpcCallError | None":
+    """Keeps `left`, the number of requests by dp_rank, up to date until there are none.
+
+    A replica that does not answer is asked again as long as others have some left; then its error is returned. Raises
+    CommandError, and RpcCallError when none answers.
+    """
     deadline = time.monotonic() + timeout
     try:
         with console.waiting("draining") as say:
@@ -140,9 +149,13 @@ def wait_until_none_is_left(console: Console, remote: "Remote", left: dict[int, 
                     raise CommandError(f"{requests} left after {timeout:g} s; the instance still drains", ExitCode.BUSY)
                 say(f"draining {remote.record.name}: {requests} left")
                 time.sleep(POLL_S)
-                loads = zip(remote.replicas, remote.each(GetLoadReqInput()), strict=True)
-                left.update({replica: load.running + load.waiting for replica, load in loads})
+                answers = remote.some(GetLoadReqInput())
+                heard = {n: load.running + load.waiting for n, load in answers.items() if n in left}
+                left.update(heard)
+                if any(left.values()) and not any(heard.values()):
+                    return answers.failure
     except KeyboardInterrupt:
         requests = format.plural(sum(left.values()), "request")
         message = f"interrupted with {requests} left; the instance still drains, `llmserve resume` ends that"
         raise CommandError(message, 128 + signal.SIGINT) from None
+    return None

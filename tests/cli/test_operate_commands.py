@@ -464,6 +464,19 @@ def test_ctrl_c_of_a_ping_gives_the_figures_so_far(fake: FakeInstance, monkeypat
     assert json.loads(run("ping", "--count", "9", "--interval", "1", "--json").out)["count"] == 2
 
 
+def test_ctrl_c_of_an_abort_says_that_it_may_take_effect(fake: FakeInstance) -> None:
+    """The scheduler holds the memory until a step ends."""
+
+    def hang(_: AbortReqInput) -> list[Message]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return []
+
+    fake.handlers[AbortReqInput] = hang
+    ended = run("abort", "a", *PATIENT)
+    assert (ended.code, ended.out) == (130, "")
+    assert ended.err == "llmserve: interrupted; what was to end may still do so, see `llmserve requests`\n"
+
+
 def test_ctrl_c_says_that_a_drain_goes_on(fake: FakeInstance, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.handlers[DrainReqInput] = lambda _: DrainReqOutput(running=2, waiting=1)
     monkeypatch.setattr(pause, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
@@ -562,6 +575,30 @@ def test_what_all_replicas_refuse_in_the_same_words_is_said_of_each(fake: FakeIn
             each.handlers[FlushCacheReqInput] = lambda _: RpcError(code="busy", message="3 running")
         refused = run("flush-cache", "-i", "fake")
     assert (refused.code, refused.err) == (75, "llmserve: each of 2 replicas: 3 running\n")
+
+
+@pytest.mark.parametrize(("left_there", "code"), [(1, 75), (0, 0)])
+def test_a_drain_waits_for_those_that_answer(
+    fake: FakeInstance, monkeypatch: pytest.MonkeyPatch, left_there: int, code: int
+) -> None:
+    """And then fails with the error of the one that does not, unless that had nothing left."""
+    monkeypatch.setattr(pause, "POLL_S", 0.0)
+    left = iter([2, 1, 0])
+
+    def load(_: GetLoadReqInput) -> GetLoadReqOutput:
+        memory = {"kv_tokens_used": 0, "kv_tokens_cached": 0, "kv_tokens_total": 1}
+        return GetLoadReqOutput(state="draining", running=next(left), waiting=0, **memory)
+
+    with second_replica(fake) as other:
+        fake.handlers[DrainReqInput] = lambda _: DrainReqOutput(running=3, waiting=0)
+        fake.handlers[GetLoadReqInput] = load
+        other.handlers[DrainReqInput] = lambda _: DrainReqOutput(running=left_there, waiting=0)
+        other.handlers[GetLoadReqInput] = lambda _: SILENCE
+        done = run("drain", "-i", "fake", *PATIENT)
+    assert next(left, None) is None
+    there = "draining, 1 request left" if left_there else "drained"
+    assert (done.code, done.out) == (code, f"replica 0: drained\nreplica 1: {there}\n")
+    assert ("replica 1: a step takes long" in done.err) == bool(code)
 
 
 def test_a_ping_measures_each_replica(fake: FakeInstance) -> None:
