@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 from io import TextIOWrapper
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -24,10 +24,10 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 CONTEXT_SETTINGS = {"help_option_names": ["--help", "-h"]}
 
 
-def discard_output() -> None:
-    """Discards what stdout and stderr still buffer; otherwise Python reports an error at exit."""
+def discard_output(*streams: TextIO) -> None:
+    """Discards what streams still buffer and cannot write; otherwise Python reports an error at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in streams:
         try:
             stream.flush()
         except OSError:
@@ -102,13 +102,14 @@ class LazyGroup(TyperGroup):
         except SystemExit as end:
             # Typer and Rich end like that when a reader has what it wanted (`llmserve ps | head -1`).
             if not isinstance(end.__context__, BrokenPipeError):
+                discard_output(sys.stderr)  # an error that could not be told
                 raise
-            discard_output()
+            discard_output(sys.stdout, sys.stderr)
             raise SystemExit(status_behind(end)) from None
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
-            discard_output()
+            discard_output(sys.stdout, sys.stderr)
             (extra.get("obj") or Console.system()).error(f"cannot write: {error.strerror}")
             raise SystemExit(status_behind(error) or ExitCode.FAILED) from None
 
