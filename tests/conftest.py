@@ -3,15 +3,28 @@
 import gc
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from instances import RunningInstance, end_all, launched, runtime_directory
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported: nothing else has the cores alone
 
-from instances import RunningInstance, end_all, launched, runtime_directory
+# Of the terminal, the proxies and the Python of whoever runs the tests, the programs under test hear nothing.
+os.environ["TERM"] = "xterm-256color"
+for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+    os.environ.pop(name, None)
+    os.environ.pop(name.lower(), None)
+for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
+    os.environ.pop(name, None)
+
+# Sockets lie in temporary directories, and their paths may have 107 bytes.
+if len(tempfile.gettempdir()) > len("/tmp") and os.access("/tmp", os.W_OK | os.X_OK):
+    tempfile.tempdir = "/tmp"
 
 # A busy machine is no reason to fail, nor is the luck of a run: the same examples every time.
 settings.register_profile("everywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
