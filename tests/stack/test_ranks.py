@@ -140,6 +140,12 @@ def test_what_ranks_say_to_each_other_is_counted(split: RunningInstance) -> None
         assert grown(rank, "recv", "bytes") == tokens * 32 * 4
         assert grown(rank, "all_gather", "calls") == 2 * steps, "hidden states, and logits"
         assert grown(rank, "all_gather", "bytes") == tokens * 64 * 4 + steps * 1000 * 4
+    for rank in range(4):  # plans of the steps, and a question a second
+        assert grown(rank, "plan", "calls") >= steps
+        assert grown(rank, "plan", "bytes") == grown(rank, "plan", "calls") * 4096
+    for rank in (0, 2):
+        assert grown(rank, "results", "bytes") == steps * 4096, "from the rank that draws to the one that schedules"
+    assert all("results" not in after[rank]["collectives"] for rank in (1, 3))
     metrics = httpx.get(f"{split.url}/metrics").text
     assert 'llmserve_collective_bytes_total{dp_rank="0",operation="send",pp_rank="0",tp_rank="1"}' in metrics
 
@@ -150,8 +156,14 @@ def ranks_of_one_step(instance: RunningInstance) -> list[dict[str, Any]]:
 
     def are_of_one_step() -> bool:
         ranks[:] = ranks_of(instance)
-        a, b, c, d = (rank["collectives"]["all_reduce"]["calls"] for rank in ranks)
-        return a == b and c == d and any(a * 2 * (3 - first) == c * (1 + 2 * first) for first in (1, 2))
+        counts = [{name: count["calls"] for name, count in rank["collectives"].items()} for rank in ranks]
+        a, b, c, d = (count["all_reduce"] for count in counts)
+        return (
+            (a == b and c == d and any(a * 2 * (3 - first) == c * (1 + 2 * first) for first in (1, 2)))
+            and all(counts[rank]["send"] == counts[rank + 2]["recv"] for rank in (0, 1))
+            and counts[2]["all_gather"] == counts[3]["all_gather"]
+            and counts[0]["results"] == counts[2]["results"]
+        )
 
     wait_until(are_of_one_step, PATIENCE_S, "the reports")
     return ranks
@@ -189,6 +201,11 @@ def took(action: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
+def silences(rpc: RpcClient) -> dict[int, float]:
+    """Since when each process has not been heard of, in seconds, by pid."""
+    return {process.pid: process.silent_s for process in rpc.call(GetStatusReqInput()).processes}
+
+
 def test_operators_see_and_steer_while_a_rank_hangs(split: RunningInstance) -> None:
     """The first rank waits for it in a step, and an abort takes effect when that ends."""
     hangs, progress = split.child("scheduler-dp0-pp0-tp1"), list[RpcProgress]()
@@ -196,13 +213,12 @@ def test_operators_see_and_steer_while_a_rank_hangs(split: RunningInstance) -> N
         hangs.suspend()
         try:
             wait_until(lambda: rpc.call(PingReqInput()).in_step_s > 1, 15, "a step that takes long")
+            wait_until(lambda: silences(rpc)[hangs.pid] > 1, 15, "its silence")
             assert min(took(lambda: rpc.call(PingReqInput())) for _ in range(5)) < 1
             asked = (PingReqInput(), GetStatusReqInput(), GetLoadReqInput(), ListRequestsReqInput())
             ping, status, open_now, listed = (rpc.call(request) for request in asked)
             assert (status.steps, open_now.running + open_now.waiting, len(listed.requests)) == (ping.step, 2, 2)
-            silent_s = {process.pid: process.silent_s for process in status.processes}
-            assert silent_s[hangs.pid] > 1
-            assert silent_s[split.child("scheduler-dp0-pp0-tp0").pid] == 0
+            assert silences(rpc)[split.child("scheduler-dp0-pp0-tp0").pid] == 0
             shown = run_cli(split.root, "ping", "--instance", split.name).stdout
             assert re.search(rf"ready, step {ping.step}, the next one takes [0-9.]+s already", shown)
             first = listed.requests[0].rid

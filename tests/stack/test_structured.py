@@ -75,7 +75,7 @@ def test_a_stream_of_it_joins_to_the_whole(client: openai.OpenAI) -> None:
         pieces = [event.delta for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion().choices[0]
     assert "".join(pieces) == whole
-    assert len(pieces) > 3
+    assert len(pieces) > 1
     assert final.finish_reason == "stop"
     assert final.message.parsed is not None
 

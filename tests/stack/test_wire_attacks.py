@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from instances import RunningInstance, launched
+from instances import PATIENCE_S, RunningInstance, launched, wait_until
 from llmserve.runtime.client import RpcClient
 from llmserve.runtime.messages import PROTOCOL_VERSION, PingReqInput, RpcEnvelope
 from llmserve.runtime.ports import PortArgs
@@ -38,7 +38,7 @@ def assert_serves(instance: RunningInstance) -> None:
         answer = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 3, "ignore_eos": True})
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 3
-    with RpcClient(f"ipc://{instance.directory}/rpc.sock", 20.0) as rpc:
+    with RpcClient(f"ipc://{instance.directory}/rpc.sock", PATIENCE_S) as rpc:
         assert rpc.call(PingReqInput()).state == "ready"
 
 
@@ -75,7 +75,8 @@ def test_bad_pickles(attack: Callable[[str], str], instance: RunningInstance, ch
         with zmtp_connection(address, CHANNELS[channel]) as attacker:
             send_all(attacker, one_frame(frame))
     assert_serves(instance)
-    assert f"bad frame dropped: socket={address} " in instance.log_text()
+    told = f"bad frame dropped: socket={address} "
+    wait_until(lambda: told in instance.log_text(), PATIENCE_S, "word of a bad frame")
     assert not canary.exists()
 
 
