@@ -79,7 +79,7 @@ def test_a_taken_name_is_a_private_directory_with_a_record(root: Path) -> None:
     assert record == taken.record
     assert (record.pid, record.port, record.state, record.children) == (os.getpid(), 31002, "ready", (1, 2))
     assert record.start_time == process_start_time(os.getpid())
-    assert abs(record.created - time.time()) < 5
+    assert abs(record.created - time.time()) < 60
     assert record.alive
     taken.release()
     assert not taken.directory.exists()

@@ -8,7 +8,7 @@ import pytest
 from fake_worker import FakeHandle, FakeWorker
 from operated import Operated, refusal
 
-from instances import wait_until
+from instances import PATIENCE_S, wait_until
 from llmserve.runtime.engine.batch import StepPlan, StepResult
 from llmserve.runtime.messages import (
     AbortReqInput,
@@ -27,8 +27,6 @@ from llmserve.runtime.messages import (
 )
 from llmserve.runtime.scheduler.loop import METRICS_INTERVAL_S
 from llmserve.runtime.scheduler.standin import StandIn
-
-PATIENCE_S = 10.0
 
 
 class Gate(FakeWorker):

@@ -599,17 +599,19 @@ async def test_a_watcher_gets_the_fronts_metrics_too(
 
 
 async def test_a_watcher_gets_the_fronts_metrics_while_its_lease_runs(
-    manager: TokenizerManager, stack: FakeStack, tmp_path: Path
+    manager: TokenizerManager, stack: FakeStack, tmp_path: Path, clock: Clock
 ) -> None:
     manager.ready(MAX_MODEL_LEN, detokenizer_pid=os.getpid())
+    manager._watchers._now = clock.monotonic
     watcher = Pull(ipc_address(tmp_path / "watch-me"), HttpMetrics)
-    stack.text.send(SubscribeMetricsReqInput(endpoint="watch-me", lease_s=0.3))
-    await asyncio.sleep(0.05)
+    stack.text.send(SubscribeMetricsReqInput(endpoint="watch-me", lease_s=3.0))
+    while not len(manager._watchers):
+        await asyncio.sleep(0.001)
     await seen(manager, stack, metrics(time=1.0))
     message: Any = await asyncio.wait_for(watcher.arecv(), PATIENCE_S)
     assert message.outcomes["stop"] == 0
     assert [process.role for process in message.processes] == ["main", "detokenizer"]
-    await asyncio.sleep(0.3)
+    clock.seconds += 4
     await seen(manager, stack, metrics(time=2.0))
     await asyncio.sleep(0.05)
     assert watcher.recv() is None
