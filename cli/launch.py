@@ -71,7 +71,7 @@ def launch(
         option(
             "--served-model-name",
             MODEL,
-            "The model's name for clients. Repeat it for more names; answers have the first one.",
+            "The model's name for clients. Repeat it for more names; the first one is for requests that give none.",
             metavar="NAME",
             show_default="MODEL's last part",
         ),
