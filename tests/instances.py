@@ -6,8 +6,10 @@ Every instance of a test run lives under a runtime directory of its own, so that
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -76,7 +78,8 @@ def run_cli(root: Path, *arguments: str, **environment: str) -> subprocess.Compl
 def environment_for(root: Path, **more: str) -> dict[str, str]:
     """This process's environment with the runtime directory `root` and none of the developer's own settings."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LLMSERVE_")}
-    return {**inherited, "XDG_RUNTIME_DIR": str(root), **more}
+    ours = dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_STATE_HOME"), str(root))
+    return inherited | ours | more
 
 
 class RunningInstance:
@@ -115,9 +118,16 @@ class RunningInstance:
         return self.log.read_text(errors="replace")
 
     def child(self, role: str) -> psutil.Process:
-        """The child process of a role ("scheduler", "detokenizer"). Raises StopIteration when there is none."""
-        children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if role in command_line(child))
+        """The child process of a role ("scheduler", "detokenizer"), which looks like its parent for a moment."""
+        found: list[psutil.Process] = []
+
+        def is_there() -> bool:
+            children = psutil.Process(self.process.pid).children()
+            found[:] = [child for child in children if role in command_line(child)]
+            return bool(found)
+
+        wait_until(is_there, PATIENCE_S, f"the {role}")
+        return found[0]
 
     def processes(self) -> list[psutil.Process]:
         """The main process and everything that it has started."""
@@ -194,6 +204,14 @@ def start(root: Path, name: str, *arguments: str, **environment: str) -> Running
             start_new_session=True,
         )
     return RunningInstance(root, name, process, log)
+
+
+def free_port() -> int:
+    """One that nobody has, and that the system gives to nobody who wants any."""
+    for port in random.sample(range(20000, 32000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("a hundred ports are all in use")
 
 
 @contextmanager

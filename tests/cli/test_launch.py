@@ -430,9 +430,14 @@ def test_ctrl_c_ends_a_detached_launch_that_is_not_ready(own_root: Path, tiny_mo
     with terminal(own_root, "launch", str(tiny_model), "--port", "0", "--detach") as child:
         launched = psutil.Process(child.pid)
         wait_until(lambda: len(launched.children(recursive=True)) == 3, PATIENCE_S, "all its processes")
-        for process in launched.children(recursive=True):
-            if "scheduler" in command_line(process):
-                process.suspend()  # so that it does not get ready
+        schedulers: list[psutil.Process] = []
+
+        def is_there() -> bool:
+            schedulers[:] = [each for each in launched.children(recursive=True) if "scheduler" in command_line(each)]
+            return bool(schedulers)
+
+        wait_until(is_there, PATIENCE_S, "the scheduler")
+        schedulers[0].suspend()  # so that it does not get ready
         child.expect("model ")
         child.sendintr()
         child.expect(pexpect.EOF)

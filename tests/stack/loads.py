@@ -71,18 +71,24 @@ def lines_of(response: httpx.Response) -> Iterator[str]:
         yield from (line.decode() for line in lines)
 
 
-SOME = 2000
-"""Tokens that take about half a second: for what happens meanwhile, and is over soon after."""
+SOME = 4000
+"""Tokens that take more than a second, four at once: for what happens meanwhile, and is over soon after."""
 
 
 @contextmanager
 def load(instance: RunningInstance, max_tokens: int, streams: int = 2, plain: int = 2) -> Iterator[list[OpenRequest]]:
     """Open requests, all of them admitted and the streams under way."""
+    requests = admitted(instance, max_tokens, streams, plain)
+    wait_until(lambda: all(request.events for request in requests[:streams]), PATIENCE_S, "the first event of each")
+    yield requests
+
+
+def admitted(instance: RunningInstance, max_tokens: int, streams: int, plain: int) -> list[OpenRequest]:
+    """Open requests, all of them in the scheduler: the streams, then the others."""
     requests = [OpenRequest(instance, max_tokens, stream=True) for _ in range(streams)]
     requests += [OpenRequest(instance, max_tokens, stream=False) for _ in range(plain)]
-    wait_until(lambda: all(request.events for request in requests[:streams]), PATIENCE_S, "the first event of each")
     wait_until(lambda: instance.requests() == streams + plain, PATIENCE_S, "all requests in the scheduler")
-    yield requests
+    return requests
 
 
 async def all_at_once(engine: Engine, requests: Iterable[Coroutine[Any, Any, T]], choices: int) -> list[T]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from loads import SOME, load
+from loads import SOME, admitted, load
 
 from instances import FOREVER, PATIENCE_S, RunningInstance, assert_gone, command_line, launched, start, wait_until
 from llmserve.runtime.client import RpcClient
@@ -120,11 +120,10 @@ def test_sigterm_refuses_new_work_and_finishes_the_old(own_root: Path, long_mode
 
 def test_a_paused_instance_goes_on_when_it_is_to_end(own_root: Path, long_model: Path) -> None:
     """What it holds ends well, long before the drain timeout, though nobody resumes it."""
-    options = (str(long_model), "--drain-timeout", "170")
-    with launched(own_root, "held", *options) as instance, load(instance, SOME) as requests:
-        with RpcClient(instance.record["rpc_addresses"][0]) as client:
-            client.call(PauseGenerationReqInput(mode="retract"), timeout_s=PATIENCE_S)
-        assert all(request.going for request in requests), "they ended too soon to show anything"
+    with launched(own_root, "held", str(long_model), "--drain-timeout", "170") as instance:
+        with RpcClient(instance.record["rpc_addresses"][0], PATIENCE_S) as client:
+            client.call(PauseGenerationReqInput(mode="retract"))
+        requests = admitted(instance, 100, streams=2, plain=2)
         instance.process.terminate()
         for request in requests:
             request.wait(2 * PATIENCE_S)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from checkpoints import make_tiny
-from instances import RunningInstance, run_cli, start
+from instances import RunningInstance, free_port, run_cli, start
 
 PROMPTS = [
     "The capital of France is",
@@ -29,7 +29,6 @@ PROMPTS = [
 TOKENS = 64
 START_S = 300
 """CUDA's libraries are gigabytes, which may come from a cold disk."""
-PORT = 29460
 BANDWIDTH_REPEATS = 20
 COPY_BYTES = 1 << 30
 
@@ -83,10 +82,10 @@ def decode_tokens_per_s(instance: RunningInstance) -> float:
     return 3 * TOKENS / (time.perf_counter() - began - first)
 
 
-def serve_one_rank(root: Path, device: str, port: int, dtype: str, *model: str) -> Served:
+def serve_one_rank(root: Path, device: str, dtype: str, *model: str) -> Served:
     """What a world of one rank says."""
     name = f"{device}-{dtype}"
-    options = ("--device", device, "--nccl-port", str(port), "--dtype", dtype)
+    options = ("--device", device, "--nccl-port", str(free_port()), "--dtype", dtype)
     with instance_of(root, name, *model, *options) as instance:
         tokens = ask_all(instance)
         speed = decode_tokens_per_s(instance)
@@ -120,7 +119,7 @@ def copy_bandwidth() -> float:
 
 def test_a_world_of_one_rank_meets_at_a_port_and_really_reduces(own_root: Path, long_model: Path) -> None:
     """On any machine: the CPU's half of what follows, with gloo in the place of NCCL."""
-    served = serve_one_rank(own_root, "cpu", PORT, "bfloat16", str(long_model))
+    served = serve_one_rank(own_root, "cpu", "bfloat16", str(long_model))
     assert [len(each) for each in served.tokens] == [TOKENS] * len(PROMPTS)
     calls = served.collectives["all_reduce"]["calls"]
     assert calls > 7 * TOKENS * len(PROMPTS), "three layers, twice in each step, and once"
@@ -131,9 +130,9 @@ def test_a_world_of_one_rank_meets_at_a_port_and_really_reduces(own_root: Path, 
 @slow
 def test_cuda_says_what_the_cpu_says(own_root: Path) -> None:
     need_devices(1)
-    cpu = serve_one_rank(own_root, "cpu", PORT, "float32")
-    exact = serve_one_rank(own_root, "cuda", PORT + 1, "float32")
-    fast = serve_one_rank(own_root, "cuda", PORT + 2, "bfloat16")
+    cpu = serve_one_rank(own_root, "cpu", "float32")
+    exact = serve_one_rank(own_root, "cuda", "float32")
+    fast = serve_one_rank(own_root, "cuda", "bfloat16")
     assert fast.collectives["all_reduce"]["calls"] > 0, "NCCL was not used"
     bandwidth = copy_bandwidth()
     print(f"\ndecode {fast.tokens_per_s:.1f} tokens/s on {torch.cuda.get_device_name()} in bfloat16")

@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from instances import (
     PATIENT,
     RunningInstance,
     assert_gone,
+    free_port,
     launched,
     run_cli,
     start,
@@ -477,11 +477,6 @@ def test_two_launches_at_once_never_meet(own_root: Path, long_model: Path) -> No
     finally:
         for instance in instances:
             instance.stop()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_a_rank_that_stands_still_ends_its_replica_alone(own_root: Path, long_model: Path) -> None:
