@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from instances import FOREVER, PATIENCE_S, fair_time, wait_until
+from instances import COMMAND_S, FOREVER, PATIENCE_S, fair_time, wait_until
 from llmserve import Engine, RequestError, SamplingParams
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.outputs import Chunk
@@ -294,7 +294,7 @@ def test_an_engine_that_nobody_shuts_down_ends_with_the_program(runtime_root: Pa
     )
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime_root)}
     result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=COMMAND_S
     )
     assert result.returncode == 0, result.stderr
     pids = [int(pid) for pid in result.stdout.split()[:2]]
@@ -310,6 +310,6 @@ def test_importing_llmserve_loads_nothing_and_engine_no_torch() -> None:
         "print('torch' in sys.modules, 'transformers' in sys.modules, 'fastapi' in sys.modules)\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=COMMAND_S, check=True
     )
     assert result.stdout.splitlines() == ["[]", "False False False"]
