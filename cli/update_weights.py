@@ -81,12 +81,11 @@ def update_weights(
         except KeyboardInterrupt:
             raise CommandError(interrupted(remote.record), 128 + signal.SIGINT) from None
     if json:
-        console.json(
-            [
-                {"replica": replica, **msgspec.structs.asdict(answer)}
-                for replica, answer in zip(remote.replicas, answers, strict=True)
-            ]
-        )
+        replicas = [
+            {"replica": replica, **msgspec.structs.asdict(answer)}
+            for replica, answer in zip(remote.replicas, answers, strict=True)
+        ]
+        console.json({"replicas": replicas})
     else:
         told = [report(answer, dry_run) for answer in answers]
         if len(set(told)) == 1:

@@ -721,6 +721,8 @@ def test_each_replica_is_named_whose_weights_are_swapped(fake: FakeInstance) -> 
         assert lines == ["replica 0: m0 would be accepted", "replica 1: m1 would be accepted"]
         other.handlers[UpdateWeightReqInput] = fake.handlers[UpdateWeightReqInput]
         assert run("update-weights", "m", "--dry-run", "-i", "fake").out == "m0 would be accepted\n"  # what all say
+        replicas = json.loads(run("update-weights", "m", "--dry-run", "-i", "fake", "--json").out)["replicas"]
+        assert [(each["replica"], each["model_path"]) for each in replicas] == [(0, "m0"), (1, "m0")]
 
 
 def test_update_that_aborts_is_confirmed(fake: FakeInstance) -> None:

@@ -183,7 +183,7 @@ def test_operators_do_on_four_ranks_what_they_do_on_one(
             time.sleep(0.3)
             assert rpc.call(PingReqInput()).step == step, "it is paused"
         cli_json(split, "resume")
-        (updated,) = cli_json(split, "update-weights", str(other_weights))
+        (updated,) = cli_json(split, "update-weights", str(other_weights))["replicas"]
         assert updated["new_version"] == updated["old_version"] + 1
         cli_json(split, "abort", "--all", "--yes")
         for request in requests:
@@ -253,7 +253,7 @@ def test_a_corrupt_checkpoint_leaves_the_old_weights_on_all_ranks(
     weights.write_bytes(data)
     assert "not finite" in cli_json(instance, "update-weights", str(corrupt), code=1)
     assert text(instance, "Tell me more") == before
-    good = cli_json(instance, "update-weights", str(other_weights))
+    good = cli_json(instance, "update-weights", str(other_weights))["replicas"]
     assert all(each["bytes"] > 0 for each in good), "ranks that have given up once take the next ones"
     assert text(instance, "Tell me more") != before
     cli_json(instance, "update-weights", str(long_model))
@@ -294,7 +294,7 @@ def test_an_update_reaches_all_replicas_or_none(
     """Line 11: also where only one of them cannot take it."""
     both = ["One", "Two"]
     before = [text(replicated, prompt) for prompt in both]
-    answers = cli_json(replicated, "update-weights", str(other_weights))
+    answers = cli_json(replicated, "update-weights", str(other_weights))["replicas"]
     version = answers[0]["new_version"]
     assert [each["new_version"] for each in answers] == [version, version]
     updated = [text(replicated, prompt) for prompt in both]
