@@ -146,7 +146,7 @@ class Model:
         if faults and len(faults) == len(replicas) + len(unheard):
             return "stalled", detail or faults[0]
         faults = [f"replica {rank} is lost" for rank in lost] + faults
-        if detail and len(replicas) + len(unheard) == 1:
+        if detail and (len(replicas) + len(unheard) == 1 or "scheduler-dp" not in detail):
             return "stalled", detail
         silences = {"front": self._front_silence(now), "detokenizer": self._processes.silence_s("detokenizer", now)}
         for who, silent_s in silences.items():

@@ -224,6 +224,10 @@ def test_of_several_replicas_one_that_is_stopped_degrades_the_instance() -> None
         assert (found.state, found.reason) == ("degraded", detail)
     found = model.snapshot(START + 20)
     assert (found.state, found.reason) == ("stalled", detail)
+    of_all = "its main process 1 is stopped"
+    model.add(Link(time=START, status="connected", name="prod", replicas=2, detail=of_all))
+    found = model.snapshot(START + 7)
+    assert (found.state, found.reason) == ("stalled", of_all)
 
 
 def test_an_instance_that_says_nothing_is_stalled_after_a_while() -> None:
