@@ -15,6 +15,7 @@ from forked import run_ranks
 from scheduler_harness import Harness
 
 from checkpoints import make_tiny
+from instances import fair_time
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.distributed.collectives import least
 from llmserve.runtime.distributed.groups import Topology
@@ -32,7 +33,7 @@ FAMILIES = {"llama": {}, "qwen3": {"tie_word_embeddings": True}, "gemma3_text": 
 PROMPTS = 40
 ABORTED = (5, 17, 29)
 ALLOWED = 1.3
-TRYING_S = 40.0
+TRYING_S = 20.0
 
 
 def ignore_progress(stage: str, done: float, total: float, unit: str) -> None:
@@ -162,10 +163,11 @@ def test_a_rank_that_receives_needs_its_share_and_one_tensor(tp_size: int, pp_si
         assert own <= peak < own + largest
 
 
-def load_timed(topology: Topology, model: str) -> float:
-    """By what factor all ranks together are slower than the first of them alone, each at its best.
+def load_timed(topology: Topology, model: str) -> tuple[float, float]:
+    """By what factor all ranks together are slower than the first of them alone, each at its best, and for what share
+    of the first's time alone somebody waited for a core: other work's doing, as one thread has two cores then.
 
-    They try until it is ALLOWED or less, so that other work on the machine does not count.
+    They try until the factor is ALLOWED or less.
     """
 
     def seconds(topology: Topology) -> float:
@@ -176,16 +178,21 @@ def load_timed(topology: Topology, model: str) -> float:
 
     checkpoint, first, cpu = hub.resolve(model), topology.weights.rank == 0, torch.device("cpu")
     alone = together = math.inf
+    elapsed = fair = 0.0
     until = time.monotonic() + TRYING_S
     while True:
+        began, fair_began = time.monotonic(), fair_time()
         alone = min(alone, seconds(Topology())) if first else alone
+        elapsed, fair = elapsed + time.monotonic() - began, fair + fair_time() - fair_began
         least(0, topology.weights, cpu)  # the others have waited
         together = min(together, seconds(topology))
         if least(int(together <= ALLOWED * alone or time.monotonic() >= until), topology.weights, cpu):
-            return together / alone
+            return together / alone, 1 - fair / elapsed
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(3, 1), (1, 2)])
 def test_ranks_load_about_as_fast_as_one(tp_size: int, pp_size: int, tmp_path: Path) -> None:
-    ratio, *_ = run_ranks(tp_size, pp_size, tmp_path / "ranks", load_timed, hub.default_model())
+    (ratio, disturbed), *_ = run_ranks(tp_size, pp_size, tmp_path / "ranks", load_timed, hub.default_model())
+    if ratio > ALLOWED and disturbed > 0.1:
+        pytest.skip(f"other work has the cores for {disturbed:.0%} of the time: nothing can be measured")
     assert ratio <= ALLOWED
