@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from llmserve.cli.bench.load import Load, Result
 
 SHAPE = ("requests", "concurrency", "rate", "input_words", "shared_prefix", "output_tokens")
-NUMBERS = ("REQS", "REQ/S", "OUT TOK/S", "TOK/S", "CACHED", "TTFT p50", "p95", "p99", "ITL p50", "E2E p50", "ERRORS")
+RATES = ("REQS", "ERRORS", "TIME", "REQ/S", "OUT TOK/S", "TOK/S", "CACHED")
+LATENCIES = ("TTFT p50", "p95", "p99", "ITL p50", "p95", "p99", "E2E p50", "p95", "p99")
 
 
 def bench(
@@ -192,20 +193,24 @@ def run(
 
 
 def show(console: Console, results: list["Result"]) -> None:
-    rows = []
+    """Two tables, so that each fits into 80 columns."""
+    rates, latencies = [], []
     for result in results:
-        ttft, itl, e2e = result.ttft, result.itl, result.e2e
         numbers = [
             str(result.ok),
+            str(sum(result.errors.values())),
+            format.duration(result.seconds),
             f"{result.requests_per_s:.2f}",
             f"{result.output_tokens_per_s:.1f}",
             f"{result.tokens_per_s:.1f}",
             format.percent(result.cached_tokens, result.prompt_tokens),
-            *(format.duration(value) for value in (ttft.p50, ttft.p95, ttft.p99, itl.p50, e2e.p50)),
-            str(sum(result.errors.values())),
         ]
-        rows.append([result.load.name, *numbers])
-    console.table(("LOAD", *NUMBERS), rows, right=NUMBERS)
+        rates.append([result.load.name, *numbers])
+        seconds = [value for of in (result.ttft, result.itl, result.e2e) for value in (of.p50, of.p95, of.p99)]
+        latencies.append([result.load.name.split()[0], *map(format.duration, seconds)])
+    console.table(("LOAD", *RATES), rates, right=RATES)
+    console.print()
+    console.table(("LOAD", *LATENCIES), latencies, right=LATENCIES)
     for result in results:
         if result.answered < result.load.requests:
             console.note(f"{result.load.name}: interrupted after {result.answered} of {result.load.requests} requests")

@@ -1,7 +1,9 @@
 """`llmserve bench`: the same prompts every time, and numbers that a server with known delays must give."""
 
+import io
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -13,7 +15,9 @@ import pytest
 from fake_instance import run
 
 from llmserve.cli.bench.client import Answer
-from llmserve.cli.bench.load import SUITE, Load, count, quantiles, standard_loads
+from llmserve.cli.bench.command import show
+from llmserve.cli.bench.load import SUITE, Load, Quantiles, Result, count, quantiles, standard_loads
+from llmserve.cli.console import Console
 
 FIRST_S, GAP_S = 0.08, 0.02
 
@@ -281,13 +285,38 @@ def test_extra_must_be_an_object(server: Server) -> None:
     assert run("bench", "--url", server.url, "--extra", "{").code == 2
 
 
-def test_the_table_names_the_loads(server: Server) -> None:
-    done = run("bench", "--url", server.url, "-n", "2", "--output-tokens", "2")
-    header, row = done.out.splitlines()
-    assert header.startswith("LOAD")
-    assert row.startswith("bench")
-    assert row.split()[1] == "2"
-    assert row.split()[5] == "40%"  # cached
+def tables(out: str) -> list[list[dict[str, str]]]:
+    """The rows of each table by the names of its columns, of which equal ones are numbered."""
+    found = []
+    for table in out.split("\n\n"):
+        header, *rows = (re.split(" {2,}", line.strip()) for line in table.splitlines())
+        names = [f"{name} {header[:i].count(name)}" if name in header[:i] else name for i, name in enumerate(header)]
+        found.append([dict(zip(names, row, strict=True)) for row in rows])
+    return found
+
+
+def test_the_tables_fit_into_80_columns_and_have_all_figures() -> None:
+    slow = Quantiles(p50=0.123, p95=83.0, p99=0.2)
+    result = Result(
+        load=SUITE[2], ok=1021, errors={"HTTP 500": 3}, seconds=125.0, prompt_tokens=300_000, cached_tokens=120_000,
+        output_tokens=90_000, requests_per_s=1234.5, output_tokens_per_s=12345.6, tokens_per_s=123456.7,
+        ttft=slow, itl=Quantiles(p50=0.00411, p95=0.0052, p99=0.123), e2e=slow, cpu_share=0.1,
+    )  # fmt: skip
+    out, err = io.StringIO(), io.StringIO()
+    show(Console(io.StringIO(), out, err, {}), [result])
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    assert tables(out.getvalue()) == [
+        [
+            {"LOAD": "W3 sixty-four clients", "REQS": "1021", "ERRORS": "3", "TIME": "2m05s", "REQ/S": "1234.50"}
+            | {"OUT TOK/S": "12345.6", "TOK/S": "123456.7", "CACHED": "40%"}
+        ],
+        [
+            {"LOAD": "W3", "TTFT p50": "123ms", "p95": "1m23s", "p99": "200ms"}
+            | {"ITL p50": "4.1ms", "p95 1": "5.2ms", "p99 1": "123ms"}
+            | {"E2E p50": "123ms", "p95 2": "1m23s", "p99 2": "200ms"}
+        ],
+    ]
+    assert err.getvalue() == "llmserve: W3 sixty-four clients: 3 requests failed: HTTP 500\n"
 
 
 @pytest.mark.parametrize(
@@ -302,7 +331,8 @@ def test_ctrl_c_gives_the_figures_so_far(
     server.interrupt_at = at
     done = run("bench", "--url", server.url, "--suite")
     assert done.code == 130
-    assert [line.split()[:2] for line in done.out.splitlines()[1:]] == [[name, "1"] for name in shown]
+    rates = tables(done.out)[0] if shown else []
+    assert [(row["LOAD"], row["REQS"]) for row in rates] == [(name, "1") for name in shown]
     assert ("b: interrupted after 1 of 2 requests\n" in done.err) == ("b" in shown)
 
 
