@@ -20,6 +20,7 @@ class Answer(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    """By the usage that the server reports, else the number of events with text."""
     error: str = ""
 
     @property
@@ -100,7 +101,7 @@ class Reading:
         self.headed = self.complete = False
         self._began = time.perf_counter()
         self._rest = b""
-        self._streamed = self._done = False
+        self._streamed = self._done = self._counted = False
 
     def on_headers_complete(self) -> None:
         self.headed = True
@@ -145,8 +146,10 @@ class Reading:
             self.answer.error = str(event.error)
         if any(choice.text for choice in event.choices):
             self.answer.last_s = time.perf_counter() - self._began
+            self.answer.output_tokens += not self._counted
             self.answer.ttft_s = self.answer.ttft_s or self.answer.last_s
         if event.usage is not None:
+            self._counted = True
             details = event.usage.prompt_tokens_details
             self.answer.prompt_tokens = event.usage.prompt_tokens
             self.answer.output_tokens = event.usage.completion_tokens

@@ -71,8 +71,8 @@ def bench(
 ) -> None:
     """Measure a server under load: throughput, and percentiles of the latencies.
 
-    The same seed gives the same prompts on every server. ITL is the mean time between two tokens of a request. Ctrl-C
-    ends it with the figures so far.
+    The same seed gives the same prompts on every server. ITL is the mean time between two tokens of a request. If the
+    server reports no usage, each event of a stream counts as a token. Ctrl-C ends it with the figures so far.
     """
     from llmserve.cli.bench.load import Load, standard_loads
 

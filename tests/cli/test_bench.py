@@ -72,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
             self.leaves()
             self.answer("application/json", json.dumps({"choices": [{"text": "all"}], "usage": usage}).encode())
         else:
-            self.stream(body["max_tokens"], usage)
+            self.stream(body["max_tokens"], usage if "stream_options" in body else None)
 
     def leaves(self) -> None:
         """Counted before its client knows."""
@@ -86,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def stream(self, tokens: int, usage: dict[str, Any]) -> None:
+    def stream(self, tokens: int, usage: dict[str, Any] | None) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Transfer-Encoding", "chunked")
@@ -102,7 +102,8 @@ class Handler(BaseHTTPRequestHandler):
             self.chunk(json.dumps({"choices": [{"text": " é"}]}, ensure_ascii=False))
         self.leaves()
         if not self.server.cut:
-            self.chunk(json.dumps({"choices": [], "usage": usage}))
+            if usage is not None:
+                self.chunk(json.dumps({"choices": [], "usage": usage}))
             self.chunk("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
 
@@ -157,6 +158,11 @@ def test_requests_are_as_asked_for(server: Server) -> None:
             "stream_options": {"include_usage": True},
             "top_k": 5,
         }
+
+
+def test_events_are_counted_where_a_server_reports_no_usage(server: Server) -> None:
+    result = bench(server, "-n", "2", "--output-tokens", "3", "--extra", '{"stream_options": null}')
+    assert (result["output_tokens"], result["prompt_tokens"]) == (6, 0)
 
 
 def test_the_seed_makes_the_prompts(server: Server) -> None:
