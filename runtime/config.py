@@ -163,15 +163,15 @@ def check_nodes(args: ServerArgs) -> None:
     ranks = args.tp_size * args.pp_size
     if ranks % nodes:
         raise ConfigError(
-            f"--nnodes {nodes}: {ranks} ranks (--tp-size {args.tp_size} times --pp-size {args.pp_size}) do not spread "
-            f"evenly; what works is {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
+            f"--nnodes {nodes}: --tp-size {args.tp_size} times --pp-size {args.pp_size} ranks do not spread evenly; "
+            f"what works is {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
         )
     if address is None:
         raise ConfigError(f"--nnodes {nodes}: give --dist-init-addr HOST:PORT, an address of node 0, on every node")
-    host, _, end = address.rpartition(":")
-    if not host and port is None:
+    host, colon, end = address.rpartition(":")
+    if not colon and port is None:
         raise ConfigError(f"--dist-init-addr {address}: it has no port; give HOST:PORT, or --nccl-port")
-    if host and not (end.isascii() and end.isdecimal() and 1 <= int(end) <= 65535):
+    if colon and not (host and end.isascii() and end.isdecimal() and 1 <= int(end) <= 65535):
         raise ConfigError(f"--dist-init-addr {address}: expected HOST:PORT, with a port between 1 and 65535")
     if host and port not in (None, int(end)):
         raise ConfigError(f"--dist-init-addr {address}: --nccl-port says {port}; give one of them")

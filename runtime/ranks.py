@@ -5,6 +5,7 @@ nodes, the same number on each; several replicas (dp) are all on one node. Commu
 distributed/.
 """
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -151,19 +152,23 @@ def init_address(args: ServerArgs) -> tuple[str, int]:
 
 
 def check_ports(args: ServerArgs) -> None:
-    """Raises ConfigError when a rendezvous port is taken. A port that is taken later is reported by the ranks."""
+    """Raises ConfigError when a rendezvous port is taken, or its host is not this one.
+
+    A port that is taken later is reported by the ranks.
+    """
     if args.node_rank > 0 or (args.nnodes == 1 and args.nccl_port is None):
         return
     host, port = init_address(args) if args.nnodes > 1 else ("127.0.0.1", args.nccl_port or 0)
+    local_address(host, port)
     for offset in range(args.dp_size):
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             socket.create_server((host, port + offset), family=family).close()
         except OSError as error:
-            raise ConfigError(
-                f"the ranks cannot meet at {host} port {port + offset}: {os.strerror(error.errno or 0)}; "
-                "choose another port, or on one node none at all"
-            ) from None
+            foreign = error.errno == errno.EADDRNOTAVAIL
+            advice = "give an address of node 0" if foreign else "choose another port, or on one node none at all"
+            fault = os.strerror(error.errno or 0)
+            raise ConfigError(f"the ranks cannot meet at {host} port {port + offset}: {fault}; {advice}") from None
 
 
 def network_environment(args: ServerArgs) -> dict[str, str]:

@@ -22,8 +22,9 @@ kernel_build.begin_build()  # before the imports, because compiling takes longer
 import msgspec
 import torch
 from llguidance import LLTokenizer
+from torch.distributed import DistError
 
-from llmserve.runtime.config import ConfigError
+from llmserve.runtime.config import ConfigError, ServerArgs
 from llmserve.runtime.distributed.errors import RankLost
 from llmserve.runtime.distributed.farewell import await_farewell, say_farewell
 from llmserve.runtime.distributed.groups import Topology, init_topology, make_store
@@ -68,7 +69,7 @@ def run(init: ChildInit, report: Reporter) -> None:
             run_rank(init, report, index)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the model does not fit into the memory of GPU {index} ({str(error).splitlines()[0]}): split it with "
+            f"the model does not fit into the memory of GPU {index} ({str(error).splitlines()[0].rstrip('.')}): split it with "
             "--tp-size or --pp-size, lower --max-total-tokens, or free some memory"
         ) from error
 
@@ -106,18 +107,23 @@ def end_lost(init: ChildInit, report: Reporter, topology: Topology, reason: str)
 
 def join(init: ChildInit, report: Reporter, device: torch.device) -> Topology:
     """Joins the groups of this rank. From then on, ranks on other nodes notice when rank 0 ends on purpose. Raises
-    ConfigError when they cannot meet, or when the nodes have different options or models.
+    ConfigError when they cannot meet, or when the nodes have different options or models, and RankLost when some do not
+    come.
     """
     args = init.args
     rank = init.pp_rank * args.tp_size + init.tp_rank
     where = rendezvous(args, init.directory, init.dp_rank)
     timeout_s = args.watchdog_timeout or NO_TIMEOUT_S
     world = args.tp_size * args.pp_size
+    if args.nnodes > 1:
+        log.info("waiting for the ranks of all nodes nodes=%d address=%s", args.nnodes, where.split("/")[2])
     try:
         store = make_store(where, rank, world)
     except OSError as error:
         address, fault = where.split("/")[2], os.strerror(error.errno or 0)
         raise ConfigError(f"the ranks cannot meet at {address}: {fault}; choose another port") from error
+    except DistError as error:
+        raise not_met(args, error) from error
     if args.nnodes > 1:
         own = make_store(where, rank or 1, world)  # a client of its own, which no other thread blocks
         if rank == 0:
@@ -126,12 +132,21 @@ def join(init: ChildInit, report: Reporter, device: torch.device) -> Topology:
             # at once, because whatever is under way would wait for ranks that have ended
             leaving = partial(await_farewell, own, leave=partial(os._exit, 0))
             threading.Thread(target=leaving, daemon=True, name="farewell").start()
-    topology = init_topology(rank, args.tp_size, args.pp_size, store, device.type, timeout_s, args.nnodes)
+    try:
+        topology = init_topology(rank, args.tp_size, args.pp_size, store, device.type, timeout_s, args.nnodes)
+    except DistError as error:
+        raise not_met(args, error) from error
     if args.nnodes > 1:
         shared = msgspec.json.encode([init.checkpoint.config, *(getattr(args, name) for name in SHARED_OPTIONS)])
         digest = hashlib.blake2b(shared, digest_size=7).digest()
         same_everywhere(digest, "model or options", topology.weights, device)
     return topology
+
+
+def not_met(args: ServerArgs, error: DistError) -> RankLost:
+    """The RankLost that torch's error on joining the ranks means."""
+    advice = f"; launch all {args.nnodes} nodes, with the same options" if args.nnodes > 1 else ""
+    return RankLost(f"the ranks have not all met ({str(error).splitlines()[0].rstrip('.')}){advice}")
 
 
 def serve(init: ChildInit, report: Reporter, worker: Worker) -> None:

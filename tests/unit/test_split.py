@@ -1,17 +1,24 @@
 """Which splits of a model there can be, where ranks run and where they meet."""
 
 import socket
+from io import BytesIO
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from torch.distributed import DistStoreError
 
 from checkpoints import make_tiny
 from llmserve.runtime import ranks
+from llmserve.runtime.child import ChildInit, Reporter
 from llmserve.runtime.config import ConfigError, ServerArgs
+from llmserve.runtime.distributed.errors import RankLost
 from llmserve.runtime.distributed.groups import make_store
 from llmserve.runtime.models.configs import ModelConfig
 from llmserve.runtime.models.hub import resolve
+from llmserve.runtime.ports import PortArgs
+from llmserve.runtime.scheduler import process
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +81,7 @@ def test_every_cuda_rank_needs_a_device(config: ModelConfig, monkeypatch: pytest
         ({"nnodes": 2, "tp_size": 2}, "give --dist-init-addr HOST:PORT"),
         ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "h"}, "it has no port"),
         ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "h:x"}, "expected HOST:PORT"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": ":1"}, "expected HOST:PORT"),
         ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "h:1", "nccl_port": 2}, "--nccl-port says 2"),
         ({"nnodes": 2, "tp_size": 3, "dist_init_addr": "h:1"}, "what works is 1, 3"),
         ({"nnodes": 2, "tp_size": 2, "dp_size": 2, "dist_init_addr": "h:1"}, "replicas lie on the node of the front"),
@@ -137,6 +145,30 @@ def test_a_port_that_is_taken_is_refused() -> None:
         with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
             ranks.check_ports(args(tp_size=2, nccl_port=port))
     ranks.check_ports(args(tp_size=2, nccl_port=port))
+
+
+def test_the_first_node_needs_an_address_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"a..b:1025 cannot be reached: this is no name of a host"):
+        ranks.check_ports(args(tp_size=2, nnodes=2, dist_init_addr="a..b:1025"))
+    monkeypatch.setattr(ranks, "local_address", lambda host, port: "127.0.0.1")  # there is a way to it
+    with pytest.raises(ConfigError, match=r"240.0.0.1 port 1025: Cannot assign .*; give an address of node 0"):
+        ranks.check_ports(args(tp_size=2, nnodes=2, dist_init_addr="240.0.0.1:1025"))
+
+
+@pytest.mark.parametrize("function", ["make_store", "init_topology"])
+def test_ranks_that_do_not_come_are_missed(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch's own words, without its stack, and ours."""
+
+    def give_up(*arguments: object) -> None:
+        raise DistStoreError("wait timeout after 600000ms, keys: /0/1\nException raised from ...")
+
+    nodes = args(tp_size=2, nnodes=2, dist_init_addr="h:1")
+    checkpoint = resolve(str(make_tiny(tmp_path)))
+    init = ChildInit(role="", args=nodes, ports=PortArgs.init_new(tmp_path), directory="", checkpoint=checkpoint)
+    monkeypatch.setattr(process, "make_store", lambda *arguments: None)
+    monkeypatch.setattr(process, function, give_up)
+    with pytest.raises(RankLost, match=r"not all met \(wait timeout after 600000ms, keys: /0/1\); launch all 2 nodes"):
+        process.join(init, Reporter(BytesIO()), torch.device("cpu"))
 
 
 def test_traffic_of_one_node_stays_on_its_loopback(tmp_path: Path) -> None:
