@@ -69,7 +69,7 @@ def run(init: ChildInit, report: Reporter) -> None:
             run_rank(init, report, index)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the model does not fit into the memory of GPU {index} ({str(error).splitlines()[0].rstrip('.')}): split it with "
+            f"the model does not fit into the memory of GPU {index} ({str(error).splitlines()[0]}): split it with "
             "--tp-size or --pp-size, lower --max-total-tokens, or free some memory"
         ) from error
 
