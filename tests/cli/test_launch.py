@@ -419,8 +419,9 @@ def test_a_detached_launch_fails_as_the_launch_would(own_root: Path, tiny_model:
 def test_a_launch_of_a_wrong_format_that_logs_errors_only(
     own_root: Path, tiny_model: Path, way: tuple[str, ...]
 ) -> None:
+    """A cache that cannot be written would be told before a process knows what it is to log."""
     options = ("--port", "0", "--load-format", "gguf", "--log-level", "error", *way)
-    refused = run_cli(own_root, "launch", str(tiny_model), *options)
+    refused = run_cli(own_root, "launch", str(tiny_model), *options, XDG_CACHE_HOME=str(own_root))
     assert refused.returncode == 78
     (line,) = refused.stderr.splitlines()
     assert line.endswith("is a directory of safetensors; --load-format gguf expects a .gguf file")

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -42,8 +41,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel_of_sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("dist")
     sdist = build(base / "sdist", tree, "build_sdist")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(base / "unpacked", filter="data")
+    shutil.unpack_archive(sdist, base / "unpacked")
     (unpacked,) = (base / "unpacked").iterdir()
     return build(base / "wheel", unpacked, "build_wheel")
 
