@@ -17,7 +17,7 @@ from llmserve.runtime.engine.runner import create_worker
 from llmserve.runtime.engine.worker import TpModelWorker
 from llmserve.runtime.messages import SamplingParams
 from llmserve.runtime.models.hub import Checkpoint, resolve
-from llmserve.runtime.ops import PackedWeight
+from llmserve.runtime.ops import PackedWeight, native
 
 PAGE = 16
 GREEDY = SamplingParams(temperature=0.0)
@@ -28,7 +28,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return resolve(str(make_tiny(tmp_path_factory.mktemp("model") / "llama")))
 
 
-@pytest.fixture(scope="module", params=["native", "reference"])
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="no compiler, or a CPU without AVX-512")
+
+
+@pytest.fixture(scope="module", params=[pytest.param("native", marks=needs_kernels), "reference"])
 def worker(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> TpModelWorker:
     return make_worker(checkpoint, attention_backend=request.param)
 
