@@ -15,6 +15,7 @@ CUDA_SHARE = 0.85
 """
 CUDA_REST_BYTES = 1 << 30
 """The least that is left for these."""
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def pool_tokens(args: ServerArgs, max_model_len: int, geometry: PageGeometry, sharing: int = 1) -> int:
@@ -57,10 +58,13 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _control_group_bytes() -> int | None:
-    """Bytes left in this process's control group (version 2, as seen in a container); None without a limit."""
+    """Bytes left in this process's control group (version 2, as seen in a container); None without a limit.
+
+    A cached file that was not used lately, such as a checkpoint that has been read, counts as left.
+    """
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        limit, used = ((CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        statistics = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
+        return None if limit == "max" else max(0, int(limit) - int(used) + int(statistics["inactive_file"]))
+    except (OSError, ValueError, KeyError):
         return None
-    return None if limit == "max" else max(0, int(limit) - used)
