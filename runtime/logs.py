@@ -49,7 +49,7 @@ def setup_logging(role: str, level: str) -> logging.StreamHandler:  # type: igno
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(LEVELS[level])
-    for chatty in ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "urllib3", "uvicorn"):
+    for chatty in ("asyncio", "filelock", "httpcore", "httpx", "httpx2", "huggingface_hub", "urllib3", "uvicorn"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, LEVELS[level]))
     return handler
 

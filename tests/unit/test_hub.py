@@ -242,6 +242,29 @@ def test_a_file_of_a_hub_repository(hub_cache: Path, tmp_path: Path) -> None:
     assert (checkpoint.format, checkpoint.name) == ("gguf", "tiny.gguf")
 
 
+def test_a_download_is_told_and_shows_no_bars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the bars that the hub's client makes: for bytes received and written, and for files."""
+    model = make_tiny(tmp_path / "model")
+
+    def download(repository: str, tqdm_class: Any, **options: object) -> str:
+        received, written = (tqdm_class(desc=what, total=0, unit="B") for what in ("Downloading", "Reconstructing"))
+        with tqdm_class(desc="Fetching 2 files", total=2) as files:
+            received.total = written.total = 300
+            received.update(200)
+            written.update(100)
+            files.update(1)
+            written.update(200)
+        return str(model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    told: list[tuple[float, float]] = []
+    assert resolve("org/name", progress=lambda done, total: told.append((done, total))).path == str(model)
+    assert told == [(200, 300), (200, 300)], "the end is what `resolve` returns"
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_hub_repository_of_gguf_files_needs_the_name_of_one(hub_cache: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/README.md").touch()
