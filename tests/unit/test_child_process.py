@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from instances import PATIENCE_S, assert_gone
+from instances import PATIENCE_S, assert_gone, wait_until
 from llmserve.runtime.child import ChildInit, Failed, Progress, Status
 from llmserve.runtime.config import ServerArgs
 from llmserve.runtime.models.configs import ModelConfig
@@ -123,11 +123,21 @@ async def test_a_signal_is_told_by_name(tmp_path: Path) -> None:
 
 async def test_only_the_main_process_ends_a_child(tmp_path: Path) -> None:
     """systemd and Ctrl-C signal whole groups: the child must outlive that, or requests that drain would be lost."""
-    child = Child("report.ready(); time.sleep(60)", tmp_path)
+    body = f"""
+        report.ready()
+        while not os.path.exists({str(tmp_path / "signalled")!r}):
+            time.sleep(0.01)
+        report.progress("lives", 1, 1, "")
+        time.sleep(600)
+    """
+    child = Child(body, tmp_path)
     await child.ready()
     os.kill(child.process.pid, signal.SIGTERM)
     os.kill(child.process.pid, signal.SIGINT)
-    await asyncio.sleep(0.2)
+    (tmp_path / "signalled").touch()
+    async with asyncio.timeout(PATIENCE_S):
+        while not child.process.ended.done() and Progress("lives", 1, 1, "") not in child.statuses:
+            await asyncio.sleep(0.01)
     assert not child.process.ended.done()
     assert os.getpgid(child.process.pid) == child.process.pid
     await child.process.wait_killed()
@@ -169,14 +179,16 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    ("when", "module"),
+    ("when", "sleep"),
     [
-        ("at once", "import time; time.sleep(60)"),
-        ("loading", "import ctypes; ctypes.PyDLL(None).sleep(60)"),  # native code that holds the interpreter's lock
+        ("at once", "time.sleep(600)"),
+        ("loading", "ctypes.PyDLL(None).sleep(600)"),  # native code that holds the interpreter's lock
     ],
 )
-def test_a_killed_parent_leaves_no_child(tmp_path: Path, when: str, module: str) -> None:
-    (tmp_path / "role.py").write_text(module)
+def test_a_killed_parent_leaves_no_child(tmp_path: Path, when: str, sleep: str) -> None:
+    """By the end of a pipe, where the other net is not there yet; by the kernel, where no thread can look at that."""
+    loading = tmp_path / "loading"
+    (tmp_path / "role.py").write_text(f"import ctypes, time; open({str(loading)!r}, 'w'); {sleep}")
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT],
         stdout=subprocess.PIPE,
@@ -186,7 +198,8 @@ def test_a_killed_parent_leaves_no_child(tmp_path: Path, when: str, module: str)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     if when == "loading":
-        time.sleep(1)
+        wait_until(loading.exists, PATIENCE_S, "the child's loading")
+        time.sleep(0.1)
     parent.kill()
     parent.wait()
     assert_gone([child])
