@@ -15,6 +15,7 @@ import typer
 from llmserve.cli import format
 from llmserve.cli.common import ExitCode, JsonOption, TimeoutOption, console_of
 from llmserve.cli.console import Console
+from llmserve.runtime import machine
 from llmserve.runtime.instance import InstanceError, InstanceRecord, list_instances, runtime_root, sweep_stale
 from llmserve.runtime.proc import CHILD_MODULE
 
@@ -258,7 +259,7 @@ def lost(record: InstanceRecord) -> Iterator[Finding]:
 
 def pool(name: str, answers: "list[GetStatusReqOutput]") -> Finding:
     """Whether the KV pool of an instance, which becomes resident as it is used, fits into the available memory."""
-    available = psutil.virtual_memory().available
+    available = machine.available_memory()
     size = sum(answer.kv_bytes_total for answer in answers)
     resident = sum(p.rss_bytes for answer in answers for p in answer.processes if p.role == "scheduler")
     weights = sum(p.weight_bytes for answer in answers for p in answer.processes)
@@ -272,7 +273,7 @@ def pool(name: str, answers: "list[GetStatusReqOutput]") -> Finding:
 
 def threads(running: "dict[str, list[GetStatusReqOutput]]") -> Finding:
     """Whether there is a core for each computing thread of the running instances."""
-    cores = len(os.sched_getaffinity(0))
+    cores = machine.cores()
     counts = {name: sum(computing(answer.options, cores) for answer in found) for name, found in running.items()}
     total = sum(counts.values())
     if total > cores:

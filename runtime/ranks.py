@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import psutil
 
+from llmserve.runtime import machine
 from llmserve.runtime.config import ConfigError, ServerArgs
 from llmserve.runtime.models.configs import ModelConfig
 
@@ -62,7 +63,7 @@ def threads_of(args: ServerArgs, steps: int | None = None) -> int:
     """
     stages = max(1, ranks_per_node(args) // args.tp_size)
     busy = stages if steps is None else min(steps, stages)
-    return args.threads or max(1, len(os.sched_getaffinity(0)) * stages // (len(places(args)) * busy))
+    return args.threads or max(1, machine.cores() * stages // (len(places(args)) * busy))
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------

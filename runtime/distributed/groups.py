@@ -1,6 +1,5 @@
 """The process groups of a model that is split over ranks, and this process's place in them."""
 
-import os
 import socket
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from llmserve.runtime import machine
 from llmserve.runtime.distributed.shared import SharedGroup, share_memory
 
 BACKLOG = 1024
@@ -99,7 +99,7 @@ def init_topology(
     pp_ranks = [[stage * tp_size + i for stage in range(pp_size)] for i in range(tp_size)]
     everyone = list(range(world))
     # with fewer cores than ranks, spinning would take the core from the rank that is waited for
-    crowded = world // nodes > len(os.sched_getaffinity(0))
+    crowded = world // nodes > machine.cores()
     join = _Join(rank, world // nodes, Counts())
     tp, pp = join(tp_ranks, timeout, spins=0 if crowded else SPINS), join(pp_ranks, timeout)
     control, weights = join([everyone], timeout, backend="gloo"), join([everyone], patient)

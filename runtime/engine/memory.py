@@ -1,10 +1,8 @@
 """The size of the KV pool, from the free memory, the options and what the running requests could use at most."""
 
-from pathlib import Path
-
-import psutil
 import torch
 
+from llmserve.runtime import machine
 from llmserve.runtime.attention.base import PageGeometry
 from llmserve.runtime.config import ConfigError, ServerArgs
 
@@ -15,7 +13,6 @@ CUDA_SHARE = 0.85
 """
 CUDA_REST_BYTES = 1 << 30
 """The least that is left for these."""
-CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def pool_tokens(args: ServerArgs, max_model_len: int, geometry: PageGeometry, sharing: int = 1) -> int:
@@ -48,23 +45,8 @@ def pool_tokens(args: ServerArgs, max_model_len: int, geometry: PageGeometry, sh
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`, within the limit of the control group if there is one."""
+    """Bytes that can still be allocated on `device`."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # frees what loading has cached
         return int(torch.cuda.mem_get_info(device)[0])
-    available = int(psutil.virtual_memory().available)
-    group = _control_group_bytes()
-    return available if group is None else min(available, group)
-
-
-def _control_group_bytes() -> int | None:
-    """Bytes left in this process's control group (version 2, as seen in a container); None without a limit.
-
-    A cached file that was not used lately, such as a checkpoint that has been read, counts as left.
-    """
-    try:
-        limit, used = ((CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        statistics = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
-        return None if limit == "max" else max(0, int(limit) - int(used) + int(statistics["inactive_file"]))
-    except (OSError, ValueError, KeyError):
-        return None
+    return machine.available_memory()

@@ -210,21 +210,6 @@ def test_the_pool_is_what_the_options_say(checkpoint: Checkpoint) -> None:
             make_worker(checkpoint, **options)
 
 
-def test_a_container_limits_the_memory_and_files_that_it_has_read_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
-    unlimited = memory.available_bytes(torch.device("cpu"))
-    assert unlimited > 10_000
-    (tmp_path / "memory.current").write_text("9000\n")
-    (tmp_path / "memory.stat").write_text("anon 1500\nfile 7500\ninactive_file 7000\nactive_file 500\n")
-    for limit, left in (("10000", 8000), ("1000", 0)):
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        assert memory.available_bytes(torch.device("cpu")) == left
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_bytes(torch.device("cpu")) > 10_000
-
-
 def test_the_pool_is_no_larger_than_the_requests_can_use(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
