@@ -99,7 +99,12 @@ class Stack:
         self.instance.update(
             host=args.host, port=args.port, model=args.model, served_model_names=args.served_model_names
         )
-        self.checkpoint = await in_thread(hub.resolve, args.model, args.load_format)
+        loop = asyncio.get_running_loop()
+
+        def fetched(done: float, total: float) -> None:
+            loop.call_soon_threadsafe(self.observer.progress, "model", done, total, "bytes")
+
+        self.checkpoint = await in_thread(hub.resolve, args.model, args.load_format, fetched)
         config = self.checkpoint.config
         self.sampling_defaults = sampling_defaults(args.sampling_defaults, self.checkpoint.generation)
         if not alone(args):
