@@ -2,11 +2,16 @@
 
 import asyncio
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from llmserve.runtime.config import ConfigError
+from llmserve.runtime.config import ConfigError, ServerArgs
+from llmserve.runtime.launch import Stack
 from llmserve.runtime.listener import bind, url_of
+from llmserve.runtime.models.hub import Progress
+from llmserve.runtime.observer import SilentObserver
 from llmserve.runtime.ranks import local_address
 from llmserve.runtime.threads import in_thread
 
@@ -36,6 +41,43 @@ def test_an_abandoned_thread_holds_nothing_up() -> None:
     release.set()
     left[0].join(60)
     assert not left[0].is_alive()
+
+
+async def test_a_download_is_told_to_who_shows_the_start(own_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shown(SilentObserver):
+        def progress(self, *event: object) -> None:
+            shown.append(event)
+
+    def download(model: str, load_format: str, progress: Progress) -> None:
+        progress(1, 3)
+        raise ConfigError("it breaks off")
+
+    shown: list[object] = []
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own_root))
+    monkeypatch.setattr("llmserve.runtime.models.hub.resolve", download)
+    stack = Stack(ServerArgs.validated(model="org/name", name="fetched"), Shown())
+    with pytest.raises(ConfigError, match="it breaks off"):
+        await stack.start()
+    await stack.stop()
+    assert shown == [("model", 1, 3, "bytes")]
+
+
+@pytest.mark.parametrize(("whose", "top_k"), [("model", 5), ("openai", 0)])
+async def test_sampling_defaults_are_those_of_the_option(
+    own_root: Path, monkeypatch: pytest.MonkeyPatch, whose: str, top_k: int
+) -> None:
+    def spawn(self: Stack) -> None:
+        raise ConfigError("far enough")
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own_root))
+    recommending = SimpleNamespace(generation={"top_k": 5}, config=None)
+    monkeypatch.setattr("llmserve.runtime.models.hub.resolve", lambda *_: recommending)
+    monkeypatch.setattr(Stack, "_spawn_all", spawn)
+    stack = Stack(ServerArgs.validated(model="org/name", name="recommending", sampling_defaults=whose))
+    with pytest.raises(ConfigError, match="far enough"):
+        await stack.start()
+    await stack.stop()
+    assert stack.sampling_defaults.top_k == top_k
 
 
 @pytest.mark.parametrize(
