@@ -281,7 +281,7 @@ def test_an_aborted_prefill_leaves_only_what_is_computed() -> None:
 def test_a_row_that_fails_ends_its_own_request_only() -> None:
     harness = Harness()
     harness.worker.row_error = lambda row: "not finite" if 13 in int32_array(row.token_ids) else ""
-    good, bad = [1, 2, 3, 4, 5], [1, 2, 3, 4, 13, 14, 15, 16]
+    good, bad = [1, 2, 3, 4, 5], [1, 2, 3, 4, *range(13, 25)]
     harness.send("good", good, params=SamplingParams(temperature=0.0, max_new_tokens=2))
     harness.send("bad", bad)
     harness.run()

@@ -5,8 +5,8 @@ from fake_worker import FakeWorker
 from scheduler_harness import Harness, prompt_of
 
 from llmserve.runtime.cache.pages import IntegrityError
-from llmserve.runtime.engine.batch import WorkerDied
-from llmserve.runtime.messages import AbortReqInput, FinishReason, SamplingParams
+from llmserve.runtime.engine.batch import WorkerDied, int32_array
+from llmserve.runtime.messages import AbortReqInput, FinishReason, PauseMode, SamplingParams
 
 LONG = SamplingParams(temperature=0.0, max_new_tokens=50, ignore_eos=True)
 
@@ -263,6 +263,25 @@ def test_a_retracted_request_finds_its_own_pages_again() -> None:
     assert harness.rows("a")[-1].cached_tokens == 0
     harness.run()
     assert harness.output("a") == harness.expected(prompt_of(9), LONG)
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_a_request_that_gives_up_its_pages_leaves_only_what_is_computed(mode: PauseMode) -> None:
+    """The last known token never is, not even where it fills a page."""
+    for turns in range(1, 9):
+        harness = Harness()
+        harness.send("a", prompt_of(9), params=LONG, stream=True)
+        for _ in range(turns):
+            harness.turn()
+        (request,) = harness.scheduler.table.running
+        conversation = [*int32_array(bytes(request.tokens)).tolist(), 5, 6]
+        harness.scheduler.pause(mode)
+        harness.turn()
+        harness.scheduler.resume()
+        harness.send("b", conversation)
+        harness.run()
+        assert harness.output("b") == harness.expected(conversation)
+        assert harness.output("a") == harness.expected(prompt_of(9), LONG)[: len(harness.output("a"))]
 
 
 def test_a_pause_that_aborts_ends_what_has_begun() -> None:
