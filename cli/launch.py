@@ -155,7 +155,7 @@ def launch(
     ] = True,
     threads: Annotated[
         int | None,
-        option("--threads", BATCHING, "CPU threads of the model.", metavar="N", show_default="one per core"),
+        option("--threads", BATCHING, "CPU threads of each rank.", metavar="N", show_default="its share of the cores"),
     ] = None,
     attention_backend: Annotated[
         Literal["auto", "reference", "native", "varlen"],
