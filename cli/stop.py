@@ -53,11 +53,14 @@ def stop(
 
 
 def end(console: Console, record: InstanceRecord, now: bool, timeout: float | None) -> float:
-    """Ends an instance; returns the seconds that it took. Raises CommandError."""
+    """Ends an instance, or waits for its end if it has been told already; returns the seconds that it took. Raises
+    CommandError.
+    """
     began = time.monotonic()
     process = open_process(record)
     try:
-        signal.pidfd_send_signal(process, signal.SIGQUIT if now else signal.SIGTERM)
+        if now or not record.ending:
+            signal.pidfd_send_signal(process, signal.SIGQUIT if now else signal.SIGTERM)
         if now and not wait_gone(process, ENDS_NOW_WITHIN_S):
             signal.pidfd_send_signal(process, signal.SIGKILL)  # it is stuck; its children end with it
             wait_gone(process, ENDS_NOW_WITHIN_S)

@@ -47,6 +47,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     served_model_names: tuple[str, ...] = ()
     state: Literal["starting", "ready", "draining"] = "starting"
+    ending: bool = False
+    """Whether it has been told to end, and drains for that: another SIGTERM would end it at once."""
     created: float = 0.0
     version: str = ""
     protocol: int = PROTOCOL_VERSION

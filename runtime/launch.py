@@ -277,7 +277,7 @@ class Stack:
         log.info("draining timeout_s=%g in_flight=%d", timeout, self.tokenizer_manager.in_flight)
         self.observer.draining(self.tokenizer_manager.in_flight)
         self.tokenizer_manager.drain()
-        self.instance.update(state="draining")
+        self.instance.update(state="draining", ending=True)
         deadline = time.monotonic() + timeout
         resume_at = 0.0
         while self.tokenizer_manager.in_flight and time.monotonic() < deadline:

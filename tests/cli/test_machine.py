@@ -226,6 +226,14 @@ def test_stop_now_tells_it_to_end_at_once_before_it_kills(monkeypatch: pytest.Mo
     assert sent == [signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM]
 
 
+def test_a_second_stop_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal would end what the first one lets finish."""
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda process, number: pytest.fail("a signal"))
+    with FakeInstance() as fake:
+        fake.instance.update(state="draining", ending=True)
+        assert run("stop", "--timeout", "0.01").code == 75
+
+
 def test_stop_does_not_wait_for_a_main_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its --drain-timeout would be kept by that very process; one that drains is waited for as long as asked."""
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda process, number: None)

@@ -12,7 +12,17 @@ import psutil
 import pytest
 from loads import SOME, admitted, load
 
-from instances import FOREVER, PATIENCE_S, RunningInstance, assert_gone, command_line, launched, start, wait_until
+from instances import (
+    FOREVER,
+    PATIENCE_S,
+    RunningInstance,
+    assert_gone,
+    command_line,
+    launched,
+    run_cli,
+    start,
+    wait_until,
+)
 from llmserve.runtime.client import RpcClient
 from llmserve.runtime.messages import PauseGenerationReqInput
 
@@ -100,7 +110,9 @@ def test_sigterm_refuses_new_work_and_finishes_the_old(own_root: Path, long_mode
         health = httpx.get(f"{url}/health", timeout=PATIENCE_S)
         refused = httpx.post(f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 1}, timeout=PATIENCE_S)
         assert all(request.going for request in requests), "they ended too soon to show anything"
+        stop = run_cli(own_root, "stop", "--timeout", "0.1")  # waits as well, and ends nothing
         scheduler.resume()
+        assert (stop.returncode, "is still draining" in stop.stderr) == (75, True)
         assert health.status_code == 503
         assert refused.status_code == 503
         assert "draining" in refused.json()["error"]["message"]
