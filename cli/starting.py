@@ -28,19 +28,23 @@ log = logging.getLogger(__name__)
 
 
 def run_attached(console: Console, args: ServerArgs, secrets: Secrets) -> int:
-    """Serves in this process until a signal ends it; returns the exit code."""
+    """Serves in this process until a signal ends it; returns the exit code. Exits if that was before it served."""
     setup_logging("main", args.log_level)
     from llmserve.cli.checklist import Checklist, LogLines
     from llmserve.cli.live_log import LiveLog
     from llmserve.runtime.serve import LOG_FILE, run_server
 
     if not console.stderr.isatty():
-        return run_server(args, secrets, LogLines())
-    with kept_terminal() as terminal:
-        screen = Console(console.stdin, console.stdout, terminal, console.environ).err
-        live_log = LiveLog(screen, runtime_root() / args.name / LOG_FILE)
-        checklist = Checklist(screen, f"llmserve {args.name}", secrets.api_key is not None, live_log)
-        return run_server(args, secrets, checklist, log_to_file=True)
+        code = run_server(args, secrets, LogLines())
+    else:
+        with kept_terminal() as terminal:
+            screen = Console(console.stdin, console.stdout, terminal, console.environ).err
+            live_log = LiveLog(screen, runtime_root() / args.name / LOG_FILE)
+            checklist = Checklist(screen, f"llmserve {args.name}", secrets.api_key is not None, live_log)
+            code = run_server(args, secrets, checklist, log_to_file=True)
+    if code > 128:  # a signal ended the start, perhaps a download, for whose threads Python would wait
+        os._exit(code)
+    return code
 
 
 def run_detached(console: Console, args: ServerArgs, secrets: Secrets) -> int:

@@ -1,12 +1,16 @@
 """What the main process does around its children: how threads end, which addresses it binds and shows."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from instances import PATIENCE_S, environment_for
 from llmserve.runtime.config import ConfigError, ServerArgs
 from llmserve.runtime.launch import Stack
 from llmserve.runtime.listener import bind, url_of
@@ -60,6 +64,36 @@ async def test_a_download_is_told_to_who_shows_the_start(own_root: Path, monkeyp
         await stack.start()
     await stack.stop()
     assert shown == [("model", 1, 3, "bytes")]
+
+
+DOWNLOADING = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from llmserve.cli.main import main
+from llmserve.runtime.models import hub
+
+def download(*_):
+    with ThreadPoolExecutor() as pool:
+        print("downloading", flush=True)
+        pool.submit(time.sleep, 600).result()
+
+hub.resolve = download
+main()
+"""
+
+
+def test_a_download_does_not_hold_up_the_end(own_root: Path) -> None:
+    """That of the hub's client has threads of its own."""
+    command = [sys.executable, "-c", DOWNLOADING, "launch", "org/name", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment_for(own_root))
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"downloading\n"
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        assert not (own_root / "llmserve/default").exists()
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize(("whose", "top_k"), [("model", 5), ("openai", 0)])
