@@ -138,11 +138,11 @@ def refuse_shape(ctx: typer.Context) -> None:
 
 
 def checked_url(url: str) -> str:
-    """A server's URL without a last slash. Raises CommandError for what is none."""
+    """A server's URL, without the "/v1" that OpenAI's clients want at its end. Raises CommandError for what is none."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.hostname.encode("idna"):
-            return url.rstrip("/")
+            return url.rstrip("/").removesuffix("/v1")
     except ValueError:  # of a port, of brackets, or of a name that DNS cannot hold
         pass
     raise CommandError(f"--url {url}: expected a server's URL, such as http://127.0.0.1:8000", ExitCode.USAGE)

@@ -30,6 +30,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.status = 200
         self.cut = False
         self.at_once = self.most_at_once = 0
@@ -54,10 +55,12 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        self.server.paths.append(self.path)
         found = {"data": [{"id": "tiny"}]} if self.server.status == 200 else {"error": {"message": "still loading"}}
         self.answer("application/json", json.dumps(found).encode())
 
     def do_POST(self) -> None:
+        self.server.paths.append(self.path)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.bodies.append(body)
@@ -282,8 +285,10 @@ def test_a_url_that_is_none_is_a_usage_error(url: str) -> None:
     assert f"--url {url}: expected a server's URL" in done.err
 
 
-def test_a_slash_at_the_end_of_the_url_is_none_of_the_path(server: Server) -> None:
-    assert run("bench", "--url", f"{server.url}/", "-n", "1", "--output-tokens", "1").code == 0
+@pytest.mark.parametrize("end", ["/", "/v1", "/v1/"])
+def test_the_url_may_be_that_of_the_api(server: Server, end: str) -> None:
+    assert run("bench", "--url", f"{server.url}{end}", "-n", "1", "--output-tokens", "1").code == 0
+    assert set(server.paths) == {"/v1/models", "/v1/completions"}
 
 
 def test_extra_must_be_an_object(server: Server) -> None:
