@@ -75,7 +75,7 @@ def test_dequantization_equals_the_gguf_package(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
 def test_plain_types_stay_what_they_are(name: str, dtype: torch.dtype) -> None:
-    values = torch.randn(3, 8).to(dtype)
+    values = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     tensor = GgufTensor("", "w", (3, 8), GGMLQuantizationType[name], 0)
     assert torch.equal(dequantize(values.flatten().view(torch.uint8), tensor, torch.float32), values)
 
