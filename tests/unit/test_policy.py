@@ -274,6 +274,15 @@ def test_pages_that_are_shared_are_counted_once() -> None:
     harness.check_empty()
 
 
+def test_tokens_far_in_the_future_keep_nobody_out() -> None:
+    """Eight may generate 4,000 tokens each, in a pool of 6,000: few requests ever generate all that they may."""
+    harness = Harness(FakeWorker(num_pages=1500), chunked_prefill_size=512)
+    for i in range(8):
+        harness.send(f"r{i}", prompt_of(10, i), params=SamplingParams(max_new_tokens=4000, ignore_eos=True))
+    harness.turn()
+    assert len(running(harness)) == 8
+
+
 def test_a_namespace_shares_with_no_other() -> None:
     harness = Harness(chunked_prefill_size=64)
     for rid in ("a", "b", "c"):
