@@ -183,8 +183,10 @@ def test_operators_do_on_four_ranks_what_they_do_on_one(
             time.sleep(0.3)
             assert rpc.call(PingReqInput()).step == step, "it is paused"
         cli_json(split, "resume")
+        sent = broadcast_bytes(split)
         (updated,) = cli_json(split, "update-weights", str(other_weights))["replicas"]
         assert updated["new_version"] == updated["old_version"] + 1
+        assert broadcast_bytes(split) - sent >= updated["bytes"] > 0, "all comes from the first rank"
         cli_json(split, "abort", "--all", "--yes")
         for request in requests:
             request.wait(PATIENCE_S)
@@ -192,6 +194,11 @@ def test_operators_do_on_four_ranks_what_they_do_on_one(
     assert cli_json(split, "flush-cache")["pages_freed"] > 0
     cli_json(split, "update-weights", str(long_model))
     assert text(split, "Tell me") == before
+
+
+def broadcast_bytes(instance: RunningInstance) -> int:
+    """Of weights, by the first rank."""
+    return int(ranks_of(instance)[0]["collectives"]["broadcast"]["bytes"])
 
 
 def took(action: Callable[[], object]) -> float:
@@ -485,7 +492,7 @@ def test_a_rank_that_stands_still_ends_its_replica_alone(own_root: Path, long_mo
         stopped = time.monotonic()
         rank_process(instance, "scheduler-dp1-pp0-tp1").suspend()
         wait_until(lambda: sum(not request.going for request in requests) == 2, 15, "the end of its requests")
-        assert time.monotonic() - stopped >= 4
+        assert time.monotonic() - stopped > 2, "the time may count from a step that began before"
         lost = [request.error for request in requests if not request.going]
         for error in lost:
             assert error is not None
