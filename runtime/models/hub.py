@@ -209,7 +209,7 @@ def _silent_bar(progress: Progress) -> type[Any]:
 def _from_hub(model: str, progress: Progress) -> Path:
     """The local path of a hub id, downloaded if need be. huggingface_hub honours HF_HOME and HF_HUB_OFFLINE."""
     repository, file = _repository_of(model)
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     disable_progress_bars()  # those of single files, in older versions
@@ -226,9 +226,8 @@ def _from_hub(model: str, progress: Progress) -> Path:
             f"{model} is neither a path on this machine nor a model on the hub (a private one needs: hf auth login)"
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"{model} is no path on this machine, is not in the hub's cache, and the hub cannot be reached"
-        ) from error
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise ConfigError(f"{model} is no path on this machine, is not in the hub's cache, and {why}") from error
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         raise ConfigError(f"{model} is no path on this machine and cannot be fetched from the hub: {error}") from error
     directory = Path(snapshot)

@@ -276,7 +276,7 @@ def test_a_hub_repository_of_gguf_files_needs_the_name_of_one(hub_cache: Path, t
 @pytest.mark.usefixtures("hub_cache")
 @pytest.mark.parametrize("model", ["org/unknown", "org/unknown/model.gguf"])
 def test_a_hub_id_that_is_not_in_the_cache(model: str) -> None:
-    with pytest.raises(ConfigError, match="is not in the hub's cache, and the hub cannot be reached"):
+    with pytest.raises(ConfigError, match="is not in the hub's cache, and HF_HUB_OFFLINE is set"):
         resolve(model)
 
 
@@ -295,18 +295,26 @@ def test_a_path_that_the_system_refuses() -> None:
             find(f"/{'a' * 300}")
 
 
+ANSWER = httpx.Response(403, request=httpx.Request("GET", "https://hub.test"))
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (errors.GatedRepoError, "org/name is gated: accept its terms on the hub"),
-        (errors.RepositoryNotFoundError, "neither a path on this machine nor a model on the hub"),
-        (errors.HfHubHTTPError, "cannot be fetched from the hub"),
+        (errors.GatedRepoError("no", response=ANSWER), "org/name is gated: accept its terms on the hub"),
+        (
+            errors.RepositoryNotFoundError("no", response=ANSWER),
+            "neither a path on this machine nor a model on the hub",
+        ),
+        (errors.HfHubHTTPError("no", response=ANSWER), "cannot be fetched from the hub"),
+        (errors.LocalEntryNotFoundError("no"), "is not in the hub's cache, and the hub cannot be reached"),
     ],
 )
-def test_what_the_hub_answers(error: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_answers(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
-        raise error("no", response=httpx.Response(403, request=httpx.Request("GET", "https://hub.test")))
+        raise error
 
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(ConfigError, match=message):
         resolve("org/name")
