@@ -16,9 +16,10 @@ from scheduler_harness import Harness
 
 from checkpoints import make_tiny
 from instances import fair_time
-from llmserve.runtime.config import ServerArgs
+from llmserve.runtime.config import ConfigError, ServerArgs
 from llmserve.runtime.distributed.collectives import least
 from llmserve.runtime.distributed.groups import Topology
+from llmserve.runtime.engine import ranks
 from llmserve.runtime.engine.batch import Worker
 from llmserve.runtime.engine.leader import Leader
 from llmserve.runtime.engine.ranks import follow
@@ -49,10 +50,11 @@ def make_worker(topology: Topology, args: ServerArgs) -> Worker:
     if topology.control.rank > 0:
         follow(rank)
 
-    def lost(text: str) -> None:
-        raise AssertionError(text)
-
     return Leader(rank, checkpoint, lost)
+
+
+def lost(text: str) -> None:
+    raise AssertionError(text)
 
 
 def lead_or_follow(topology: Topology, args: ServerArgs) -> dict[str, Any]:
@@ -137,6 +139,64 @@ def test_many_ranks_say_what_one_says(
             assert found["finish"][i] == "length"
     assert [len(rows) for rows in found["prompt logprobs"]] == [1] * 4
     assert len(found["vector"]) == len(expected["vector"]) > 0
+
+
+def swap_weights(topology: Topology, args: ServerArgs, new: str) -> list[list[int]]:
+    """What two ranks say at first and after each of three updates. The second rank cannot stage the first one, nor
+    exchange the weights of the second.
+    """
+    checkpoint, newer = hub.resolve(args.model), hub.resolve(new)
+    rank = create_rank(args, checkpoint, ignore_progress, topology, 0)
+    if topology.control.rank > 0:
+        ranks.stage_weights = fail_at_first(ranks.stage_weights)
+        ranks.commit_weights = fail_at_first(ranks.commit_weights)
+        follow(rank)
+    leader = Leader(rank, checkpoint, lost)
+
+    def stage() -> None:
+        leader.swap.stage(newer, lambda done, total: None, lambda: False)
+
+    said = [say(leader)]
+    with pytest.raises(ConfigError, match="another rank could not take the weights"):
+        stage()
+    said.append(say(leader))
+    stage()
+    with pytest.raises(RuntimeError, match="a rank could not exchange its weights"):
+        leader.swap.commit()
+    said.append(say(leader))
+    stage()
+    leader.swap.commit()
+    return [*said, say(leader)]
+
+
+def fail_at_first(function: Any) -> Any:
+    failures = iter([MemoryError("no room")])
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        for failure in failures:
+            raise failure
+        return function(*arguments, **options)
+
+    return failing
+
+
+def say(worker: Worker) -> list[int]:
+    harness = Harness(worker, max_running_requests=4, chunked_prefill_size=24)
+    harness.send("r", [5, 6, 7], params=SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True))
+    harness.run()
+    return list(harness.output("r"))
+
+
+def say_once(topology: Topology, args: ServerArgs) -> list[int]:
+    return say(make_worker(topology, args))
+
+
+def test_new_weights_serve_on_all_ranks_or_on_none(models: dict[str, Path], tmp_path: Path) -> None:
+    new = str(make_tiny(tmp_path / "new", seed=5))
+    args, updated = arguments(models["llama"], tp_size=2), arguments(Path(new), tp_size=2)
+    (said,) = run_ranks(2, 1, tmp_path / "ranks", swap_weights, args, new, first_is_enough=True)
+    (expected,) = run_ranks(2, 1, tmp_path / "again", say_once, updated, first_is_enough=True)
+    assert said[0] == said[1] == said[2] != said[3] == expected
 
 
 def load_watched(topology: Topology, args: ServerArgs) -> tuple[int, int]:
