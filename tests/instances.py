@@ -160,6 +160,13 @@ class RunningInstance:
             assert not self.directory.exists()
 
 
+def hang_up(child: Any) -> None:
+    """Ends a program that pexpect runs, however long that takes; its own `close` gives it a tenth of a second."""
+    child.kill(signal.SIGKILL)
+    child.wait()
+    child.close()
+
+
 def command_line(process: psutil.Process) -> list[str]:
     """Empty when it has ended meanwhile."""
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -24,6 +24,7 @@ from instances import (
     PATIENT,
     RunningInstance,
     environment_for,
+    hang_up,
     launched,
     run_cli,
     wait_until,
@@ -141,7 +142,7 @@ def test_top_aborts_from_the_screen(op: RunningInstance, running: Any) -> None:
         screen.send("q")
         screen.expect(pexpect.EOF)
     finally:
-        screen.close(force=True)
+        hang_up(screen)
 
 
 # ---- acting --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from instances import (
     assert_gone,
     command_line,
     environment_for,
+    hang_up,
     is_alive,
     run_cli,
     wait_until,
@@ -250,7 +251,7 @@ def terminal(root: Path, *arguments: str, columns: int = 80, **environment: str)
         yield child
     finally:
         with contextlib.suppress(OSError, ValueError):  # a test may have closed the terminal
-            child.close(force=True)
+            hang_up(child)
 
 
 def plain(text: str) -> str:

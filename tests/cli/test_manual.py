@@ -12,6 +12,7 @@ import pytest
 import typer
 from fake_instance import FakeInstance, fresh_registry, request_info
 
+from instances import hang_up
 from llmserve.cli.commands import COMMANDS
 from llmserve.cli.main import app
 from llmserve.cli.manual import EXIT_STATUS, documents
@@ -134,7 +135,7 @@ def test_bash_completes_at_the_tab_key() -> None:
         shell.send("llmserve upd\t")
         shell.expect("llmserve update-weights ")
     finally:
-        shell.close(force=True)
+        hang_up(shell)
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
@@ -163,4 +164,4 @@ def test_zsh_completes_at_the_tab_key(tmp_path: Path) -> None:
         shell.send("llmserve upd\t")
         shell.expect("llmserve update-weights")
     finally:
-        shell.close(force=True)
+        hang_up(shell)

@@ -19,6 +19,7 @@ import pytest
 from fake_instance import FakeInstance, fresh_registry, request_info, run
 from top_samples import front, record, scheduler
 
+from instances import hang_up
 from llmserve.runtime.messages import (
     AbortReqInput,
     AbortReqOutput,
@@ -56,7 +57,7 @@ def terminal(*arguments: str, size: tuple[int, int] = (24, 80), **environ: str) 
     try:
         yield child
     finally:
-        child.close(force=True)
+        hang_up(child)
 
 
 def ends(child: Any) -> int:
@@ -138,7 +139,7 @@ def test_it_stops_and_goes_on(recording: Path) -> None:
         shell.send("q")
         shell.expect(re.escape(LEFT))
     finally:
-        shell.close(force=True)
+        hang_up(shell)
 
 
 def test_it_takes_the_terminal_again_after_a_stop_that_it_could_not_see(recording: Path) -> None:
