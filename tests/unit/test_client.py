@@ -154,7 +154,7 @@ def test_a_dead_instance_is_noticed_at_once(tmp_path: Path, socket_file_left: bo
     with RpcClient(address) as client, pytest.raises(RpcCallError) as caught:
         client.call(PingReqInput(), timeout_s=30.0)
     assert (caught.value.code, caught.value.exit_code) == ("unavailable", 69)
-    assert fair_time() - began < 1.0
+    assert fair_time() - began < 5.0
 
 
 def test_a_death_during_the_call_is_noticed_before_the_deadline(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_death_during_the_call_is_noticed_before_the_deadline(tmp_path: Path) 
     with RpcClient(server.address) as client, pytest.raises(RpcCallError) as caught:
         client.call(PingReqInput(), timeout_s=30.0)
     assert caught.value.code == "unavailable"
-    assert fair_time() - began < 3.0
+    assert fair_time() - began < 5.0
 
 
 def test_a_client_outlives_a_restart_of_the_server(tmp_path: Path) -> None:

