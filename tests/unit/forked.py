@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from llmserve.runtime.distributed.groups import Topology, init_topology, make_store
 
@@ -34,6 +36,7 @@ def run_ranks(
         try:
             torch.set_num_threads(1)
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            pytest.MonkeyPatch().setattr(distributed_c10d, "_pickler", None)  # ranks pass no objects to each other
             topology = Topology()
             if tp_size * pp_size > 1:
                 store = make_store(f"file://{rendezvous}", rank, tp_size * pp_size)
