@@ -113,7 +113,12 @@ async def test_what_is_not_supported_in_a_completion_is_refused_by_name(app: App
 )
 async def test_an_unknown_parameter_is_refused_by_name(app: App, name: str) -> None:
     for path, prompt in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": HI})):
-        assert name in await app.refused(path, {**prompt, name: "(a+)+$"}, name)
+        assert await app.refused(path, {**prompt, name: "(a+)+$"}, name) == f"unknown parameter: {name}"
+
+
+async def test_a_parameter_that_is_missing_is_named(app: App) -> None:
+    for path, name in ((COMPLETIONS, "prompt"), (CHAT, "messages")):
+        assert await app.refused(path, {"max_tokens": 1}, name) == f"missing required parameter: {name}"
 
 
 @pytest.mark.parametrize(

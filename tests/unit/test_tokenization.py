@@ -161,6 +161,22 @@ async def test_an_overlong_prompt_is_told_how_long_it_is(tokenization: Tokenizat
     assert caught.value.code == "context_length_exceeded"
 
 
+async def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(
+    tokenization: Tokenization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode_batch", None)
+    text = "x" * (MAX_MODEL_LEN + 1) * TOKENIZER.longest_token
+    with pytest.raises(RequestError, match="at least 101 tokens, too many"):
+        await tokenized(tokenization, texts=(text,))
+
+
+async def test_an_embedding_has_at_most_1024_inputs(tokenization: Tokenization) -> None:
+    assert await tokenization.run(EmbeddingReqInput(rid="e", input_ids=((1,),) * 1024))
+    with pytest.raises(RequestError, match="at most 1024 inputs a request, not 1025") as caught:
+        await tokenization.run(EmbeddingReqInput(rid="e", input_ids=((1,),) * 1025))
+    assert caught.value.param == "input"
+
+
 # ---- grammars ------------------------------------------------------------------------------------------------------
 
 
