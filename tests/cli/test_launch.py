@@ -20,6 +20,7 @@ from rich.console import Console as RichConsole
 from typer.testing import CliRunner
 
 from instances import (
+    COMMAND_S,
     FOREVER,
     LLMSERVE,
     PATIENCE_S,
@@ -243,7 +244,7 @@ def terminal(root: Path, *arguments: str, columns: int = 80, **environment: str)
         list(arguments),
         env=env,
         dimensions=(24, columns),
-        timeout=int(PATIENCE_S),
+        timeout=int(COMMAND_S),
         encoding="utf-8",  # type: ignore[arg-type]
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # where nohup runs the tests it is ignored
     )
