@@ -31,7 +31,8 @@ def launch(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A directory of safetensors, a .gguf file, or a hub id. Without it: the default model.",
+            help="A directory of safetensors, a .gguf file, or a hub id (ORG/NAME, ORG/NAME/FILE.gguf). Without it: "
+            "the default model.",
             envvar="LLMSERVE_MODEL",
             show_envvar=False,
         ),
