@@ -76,6 +76,8 @@ async def test_rows_without_news_make_no_event(app: App) -> None:
     *chunks, _ = await app.events(COMPLETIONS, {"prompt": "hi"})
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Hello", ""]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    *chunks, _ = await app.events(CHAT, {"messages": HI})
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [{"role": "assistant", "content": "Hello"}, {}]
 
 
 async def test_choices_of_a_stream_are_told_apart(app: App) -> None:
