@@ -338,6 +338,7 @@ async def test_failing_ends_all_in_flight_with_503(manager: TokenizerManager, st
     stack.send(row("a", "partial"))
     await asyncio.sleep(0.05)
     manager.fail("the scheduler died")
+    manager.fail("the server has stopped")  # which is no news
     for task in (*waiting, embedding):
         with pytest.raises(RequestError, match="the scheduler died") as caught:
             await asyncio.wait_for(task, PATIENCE_S)
