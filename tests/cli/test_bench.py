@@ -1,5 +1,6 @@
 """`llmserve bench`: the same prompts every time, and numbers that a server with known delays must give."""
 
+import asyncio
 import io
 import json
 import os
@@ -9,14 +10,15 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_instance import run
 
-from llmserve.cli.bench.client import Answer
+from llmserve.cli.bench.client import Answer, Request
 from llmserve.cli.bench.command import show
-from llmserve.cli.bench.load import SUITE, Load, Quantiles, Result, count, quantiles, standard_loads
+from llmserve.cli.bench.load import SUITE, Load, Quantiles, Result, count, put, quantiles, standard_loads
 from llmserve.cli.console import Console
 
 FIRST_S, GAP_S = 0.08, 0.02
@@ -31,6 +33,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        self.keys: list[str | None] = []
         self.status = 200
         self.cut = False
         self.at_once = self.most_at_once = 0
@@ -54,13 +57,18 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
 
+    def parse_request(self) -> bool:
+        complete = super().parse_request()
+        if complete:
+            self.server.paths.append(self.path)
+            self.server.keys.append(self.headers["Authorization"])
+        return complete
+
     def do_GET(self) -> None:
-        self.server.paths.append(self.path)
         found = {"data": [{"id": "tiny"}]} if self.server.status == 200 else {"error": {"message": "still loading"}}
         self.answer("application/json", json.dumps(found).encode())
 
     def do_POST(self) -> None:
-        self.server.paths.append(self.path)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.bodies.append(body)
@@ -163,6 +171,25 @@ def test_requests_are_as_asked_for(server: Server) -> None:
         }
 
 
+def test_the_key_goes_with_every_request(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("from-the-file\n")
+    for options, environ, sent in (
+        (["--api-key-file", str(file)], {"LLMSERVE_API_KEY": "from-the-variable"}, "Bearer from-the-file"),
+        ([], {"LLMSERVE_API_KEY": "from-the-variable"}, "Bearer from-the-variable"),
+        ([], {}, None),
+    ):
+        server.keys.clear()
+        assert run("bench", "--url", server.url, "-n", "1", "--no-stream", *options, **environ).code == 0
+        assert server.keys == [sent] * 4  # the models, two of the warm-up
+
+
+def test_a_terminal_shows_how_far_it_is(server: Server) -> None:
+    done = run("bench", "--url", server.url, "-n", "3", "--output-tokens", "1", terminal=True)
+    assert "3 of 3" in done.err
+    assert "3 of 3" not in done.out
+
+
 def test_events_are_counted_where_a_server_reports_no_usage(server: Server) -> None:
     result = bench(server, "-n", "2", "--output-tokens", "3", "--extra", '{"stream_options": null}')
     assert (result["output_tokens"], result["prompt_tokens"]) == (6, 0)
@@ -227,6 +254,26 @@ def test_a_rate_starts_requests_whatever_is_under_way(server: Server) -> None:
     server.together = threading.Barrier(20)
     result = bench(server, "-n", "20", "--rate", "200", "--output-tokens", "2")
     assert (server.most_at_once, result["ok"]) == (20, 20)
+
+
+def test_a_rate_is_an_average_of_random_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def send(request: Request, body: dict[str, Any]) -> Answer:
+        return Answer()
+
+    monkeypatch.setattr("llmserve.cli.bench.load.asyncio.sleep", sleep)
+    monkeypatch.setattr(Request, "send", send)
+    load = Load(requests=500, rate=50.0, input_words=1)
+    for _ in range(2):
+        asyncio.run(put(load, "http://nowhere", "m", {}, {}, timeout_s=1.0, on_answer=lambda: None))
+    assert len(waits) == 2 * 499
+    assert waits[:499] == waits[499:], "the same for the same seed"
+    assert sum(waits) / len(waits) == pytest.approx(1 / 50, rel=0.1)
+    assert sum(wait < 0.5 / 50 for wait in waits) / len(waits) == pytest.approx(0.39, abs=0.05), "1 - exp(-1/2)"
 
 
 def test_without_streams_there_is_no_ttft(server: Server) -> None:
@@ -311,7 +358,7 @@ def test_the_tables_fit_into_80_columns_and_have_all_figures() -> None:
     result = Result(
         load=SUITE[2], ok=1021, errors={"HTTP 500": 3}, seconds=125.0, prompt_tokens=300_000, cached_tokens=120_000,
         output_tokens=90_000, requests_per_s=1234.5, output_tokens_per_s=12345.6, tokens_per_s=123456.7,
-        ttft=slow, itl=Quantiles(p50=0.00411, p95=0.0052, p99=0.123), e2e=slow, cpu_share=0.1,
+        ttft=slow, itl=Quantiles(p50=0.00411, p95=0.0052, p99=0.123), e2e=slow, cpu_share=0.61,
     )  # fmt: skip
     out, err = io.StringIO(), io.StringIO()
     show(Console(io.StringIO(), out, err, {}), [result])
@@ -327,7 +374,10 @@ def test_the_tables_fit_into_80_columns_and_have_all_figures() -> None:
             | {"E2E p50": "123ms", "p95 2": "1m23s", "p99 2": "200ms"}
         ],
     ]
-    assert err.getvalue() == "llmserve: W3 sixty-four clients: 3 requests failed: HTTP 500\n"
+    assert err.getvalue().splitlines() == [
+        "llmserve: W3 sixty-four clients: 3 requests failed: HTTP 500",
+        "W3 sixty-four clients: the load generator itself took 61% of a core",
+    ]
 
 
 @pytest.mark.parametrize(
