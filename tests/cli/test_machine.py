@@ -24,6 +24,7 @@ from fake_instance import FakeInstance, fresh_registry, run
 from instances import PATIENCE_S, assert_gone, fair_time, is_alive
 from llmserve.cli import doctor, restart, stop
 from llmserve.cli.common import CommandError
+from llmserve.runtime import machine
 from llmserve.runtime.config import ConfigError
 from llmserve.runtime.instance import InstanceRecord
 from llmserve.runtime.logs import LineFormatter
@@ -383,19 +384,19 @@ def test_doctor_compares_the_pool_with_the_memory(pool: int, status: str) -> Non
     assert finding["status"] == status
 
 
-def test_doctor_counts_the_threads_of_all_ranks_and_instances() -> None:
-    cores = len(os.sched_getaffinity(0))
+def test_doctor_counts_the_threads_of_all_ranks_and_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 4)
     with FakeInstance() as fake, FakeInstance("other") as other:
-        fake.handlers[GetStatusReqInput] = lambda _: status_of(0, threads=cores)
+        fake.handlers[GetStatusReqInput] = lambda _: status_of(0, threads=4)
         other.handlers[GetStatusReqInput] = lambda _: status_of(0, threads=1)
         (finding,) = examine()["threads"]
         assert finding["status"] == "warning"
-        assert f"{2 * cores + 2} threads compute on" in finding["detail"]
-        assert f'"fake" {2 * cores}, "other" 2' in finding["detail"]
+        assert "10 threads compute on 4 cores" in finding["detail"]
+        assert '"fake" 8, "other" 2' in finding["detail"]
     with FakeInstance() as fake:
         fake.handlers[GetStatusReqInput] = lambda _: status_of(0)
         (finding,) = examine()["threads"]
-        assert f"{max(2, cores // 2 * 2)} threads on " in finding["detail"]
+        assert "4 threads on 4 cores" in finding["detail"]
 
 
 def test_doctor_names_the_libraries_and_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

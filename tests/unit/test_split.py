@@ -101,7 +101,7 @@ def test_ranks_are_laid_out_stage_by_stage_over_nodes() -> None:
 
 
 def test_stages_that_wait_leave_their_cores_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(ranks.machine, "cores", lambda: 8)
     four = args(pp_size=4)
     assert [ranks.threads_of(four, steps) for steps in (1, 2, 3, 4, 5)] == [8, 4, 2, 2, 2]
     assert ranks.threads_of(args(tp_size=2, pp_size=2), 1) == 4
@@ -114,7 +114,7 @@ def test_stages_that_wait_leave_their_cores_to_the_others(monkeypatch: pytest.Mo
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(ranks.machine, "cores", lambda: 8)
     assert ranks.threads_of(args()) == 8
     assert ranks.threads_of(args(tp_size=3)) == 2
     assert ranks.threads_of(args(tp_size=4, dp_size=4)) == 1
