@@ -56,6 +56,9 @@ class Intake:
         choices, draws = len(message.prompts), False
         if isinstance(message, TokenizedGenerateReqInput):
             choices, draws = choices * message.n, message.sampling_params.max_new_tokens > 0
+        most = self._max_running + self._max_queued
+        if choices > most:  # it would not fit at any time
+            return failure(400, f"the request has {choices} choices; at most {most} may run and wait")
         # Choices that can start at once do not count as queued.
         room = self._max_queued + max(0, self._max_running - len(table.running)) - len(table.waiting)
         if choices > room:

@@ -134,6 +134,17 @@ def test_a_full_queue_refuses_all_choices_at_once() -> None:
     harness.check_empty()
 
 
+def test_a_request_that_no_queue_takes_need_not_come_again() -> None:
+    harness = Harness(max_running_requests=2, max_queued_requests=3)
+    harness.send("fits", prompt_of(5), n=5)
+    harness.turn()
+    harness.send("never", prompt_of(5), n=6)
+    harness.run()
+    reason = FinishReason(type="error", status=400, message="the request has 6 choices; at most 5 may run and wait")
+    assert [harness.finish("never", index) for index in range(6)] == [reason] * 6
+    assert [harness.finish("fits", index).type for index in range(5)] == ["length"] * 5
+
+
 def test_what_can_start_at_once_is_not_queued() -> None:
     harness = Harness(max_running_requests=3, max_queued_requests=1)
     for i in range(5):
