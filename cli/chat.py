@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from llmserve.cli import answer
-from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_server
 from llmserve.cli.console import Console
 
 Ask = Callable[[list[dict[str, str]]], answer.Answer]
@@ -41,7 +41,7 @@ def chat(
     On a terminal this is a conversation; with a message or piped input it prints one answer on standard output.
     """
     console = console_of(ctx)
-    record = find_instance(instance)
+    record = find_server(instance)
     key = answer.api_key(console, api_key_file)
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop or None}
 

@@ -95,6 +95,17 @@ def find_instance(name: str | None) -> "InstanceRecord":
         raise instance.InstanceError(f"{error} (the name is that of LLMSERVE_INSTANCE)", error.exit_code) from None
 
 
+def find_server(name: str | None) -> "InstanceRecord":
+    """As find_instance, for what node 0 of a model on several machines must be asked. Raises CommandError elsewhere."""
+    record = find_instance(name)
+    if record.node_rank:
+        raise CommandError(
+            f'instance "{record.name}" is node {record.node_rank} of its model; give the command on node 0',
+            ExitCode.UNAVAILABLE,
+        )
+    return record
+
+
 def confirm(console: Console, count: Callable[[], int], what: str, yes: bool) -> None:
     """Asks for confirmation before requests are aborted in bulk: "abort 3 requests" followed by `what`. Raises
     CommandError unless it is given.

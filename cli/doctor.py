@@ -99,6 +99,8 @@ def examine(fix: bool, port: int, timeout_s: float) -> Iterator[Finding]:
         if record.state == "starting":
             yield starting(record)
             continue
+        if record.node_rank:
+            continue  # node 0 answers
         yield from lost(record)
         answers, failure = ask(record, timeout_s)
         if answers:

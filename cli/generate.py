@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from llmserve.cli import answer
-from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_server
 
 
 def generate(
@@ -55,7 +55,7 @@ def generate(
         "structured_outputs": None if json_schema is None else {"json": schema_in(json_schema)},
     }
     key = answer.api_key(console, api_key_file)
-    result = answer.Answer(console, find_instance(instance), "/v1/completions", body, key, timeout)
+    result = answer.Answer(console, find_server(instance), "/v1/completions", body, key, timeout)
     if json:
         for _ in result:
             pass

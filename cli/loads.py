@@ -36,7 +36,7 @@ def state_of(record: InstanceRecord, loads: Sequence[Load]) -> str:
     rank_stopped = len(loads) > 1 and "scheduler-dp" in stopped  # of one replica, whose first rank may still answer
     if stopped and not some_silent and not rank_stopped:
         return SILENT
-    if record.state != "ready":
+    if record.state != "ready" or record.node_rank:
         return record.state
     if some_silent:
         del states[SILENT]
@@ -45,7 +45,11 @@ def state_of(record: InstanceRecord, loads: Sequence[Load]) -> str:
 
 
 def ask_loads(record: InstanceRecord, timeout_s: float = LOAD_TIMEOUT_S) -> list[Load]:
-    """The load of each replica; one that does not answer within `timeout_s` seconds is silent."""
+    """The load of each replica; one that does not answer within `timeout_s` seconds is silent. On a node that is not
+    the first there are none.
+    """
+    if record.node_rank:
+        return []
     from llmserve.cli.rpc import Remote
     from llmserve.runtime.client import RpcCallError
     from llmserve.runtime.messages import GetLoadReqInput

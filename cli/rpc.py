@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from msgspec import structs
 
 from llmserve.cli import format
-from llmserve.cli.common import CommandError, ExitCode, find_instance
+from llmserve.cli.common import CommandError, ExitCode, find_server
 from llmserve.runtime.client import RpcCallError, RpcClient, rpc_address
 from llmserve.runtime.messages import ControlRequest, GetLoadReqInput, RpcProgress
 from llmserve.runtime.ports import replica_of
@@ -53,9 +53,9 @@ class Remote:
     @staticmethod
     def find(instance: str | None, timeout_s: float) -> "Remote":
         """The schedulers of the running instance of this name, or of the only one. Raises InstanceError, and
-        CommandError while it starts.
+        CommandError while it starts or where another machine has them.
         """
-        record = find_instance(instance)
+        record = find_server(instance)
         if record.state == "starting":
             raise CommandError(f'instance "{record.name}" is still starting', ExitCode.UNAVAILABLE)
         return Remote(record, timeout_s)

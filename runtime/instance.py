@@ -46,6 +46,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     model: str = ""
     served_model_names: tuple[str, ...] = ()
+    node_rank: int = 0
+    """The number of this machine among those that hold the model. Only node 0 serves clients and answers commands."""
     state: Literal["starting", "ready", "draining"] = "starting"
     ending: bool = False
     """Whether it has been told to end, and drains for that: another SIGTERM would end it at once."""

@@ -97,7 +97,11 @@ class Stack:
     async def _start(self) -> None:
         args = self.args
         self.instance.update(
-            host=args.host, port=args.port, model=args.model, served_model_names=args.served_model_names
+            host=args.host,
+            port=0 if args.node_rank else args.port,
+            node_rank=args.node_rank,
+            model=args.model,
+            served_model_names=args.served_model_names,
         )
         loop = asyncio.get_running_loop()
 

@@ -10,7 +10,7 @@ import typer
 
 from llmserve.cli import format
 from llmserve.cli.answer import ApiKeyFileOption, api_key, refusal
-from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_server
 from llmserve.cli.console import Console
 from llmserve.runtime.listener import url_of
 
@@ -80,7 +80,7 @@ def bench(
     if suite:
         refuse_shape(ctx)
     if url is None:
-        record = find_instance(instance)
+        record = find_server(instance)
         url = url_of(record.host, record.port)
     else:
         url = checked_url(url)

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from llmserve.cli import format
-from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_instance
+from llmserve.cli.common import CommandError, ExitCode, InstanceOption, JsonOption, console_of, find_server
 from llmserve.cli.console import Console, printable
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def top(
     if replay:
         source = Replay(replay, 0.0 if once else speed)
     else:
-        found = find_instance(instance)
+        found = find_server(instance)
         source = Live(found, Recorder(record) if record else None)
     encoding = (getattr(console.stdout, "encoding", None) or "utf-8").lower()
     glyphs = ASCII if ascii_only or "utf" not in encoding else UNICODE

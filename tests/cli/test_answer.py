@@ -85,7 +85,7 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
         rpc_addresses=("ipc:///nowhere/t/rpc.sock",),
     )
     for module in (chat, generate):
-        monkeypatch.setattr(module, "find_instance", lambda name: record)
+        monkeypatch.setattr(module, "find_server", lambda name: record)
     yield server
     server.shutdown()
     server.server_close()
@@ -217,7 +217,7 @@ def test_nothing_listening(front: Front, monkeypatch: pytest.MonkeyPatch) -> Non
     record = InstanceRecord(
         name="gone", host="127.0.0.1", port=1, served_model_names=("tiny",), rpc_addresses=("ipc:///x",)
     )
-    monkeypatch.setattr(generate, "find_instance", lambda name: record)
+    monkeypatch.setattr(generate, "find_server", lambda name: record)
     result = run("generate", "x")
     assert result.code == 69
     assert 'cannot connect to instance "gone" at 127.0.0.1:1' in result.err
@@ -274,7 +274,7 @@ def test_a_pause_is_told_once_while_one_waits(
         fake.handlers[GetLoadReqInput] = lambda _: load
         record = msgspec.structs.replace(fake.instance.record, port=front.server_port)
         for module in (chat, generate):
-            monkeypatch.setattr(module, "find_instance", lambda name: record)
+            monkeypatch.setattr(module, "find_server", lambda name: record)
         asked = 1 if state == "paused" else 3
         front.before = lambda: (wait_until(lambda: len(fake.requests) >= asked, 60, "the question"), time.sleep(0.2))
         done = run(command, "x")

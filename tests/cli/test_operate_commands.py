@@ -106,6 +106,22 @@ def test_an_instance_that_starts_is_not_said_to_be_dead(fake: FakeInstance) -> N
     assert (result.code, result.err) == (69, 'llmserve: instance "fake" is still starting\n')
 
 
+@pytest.mark.parametrize("command", ["ping", "status", "top", "abort x", "pause", "chat", "generate x", "bench"])
+def test_a_node_that_is_not_the_first_sends_who_asks_to_that(fake: FakeInstance, command: str) -> None:
+    fake.instance.update(node_rank=1, port=0)
+    done = run(*command.split())
+    assert (done.code, done.out) == (69, "")
+    assert done.err == 'llmserve: instance "fake" is node 1 of its model; give the command on node 0\n'
+
+
+def test_a_node_that_is_not_the_first_is_ready_and_not_silent(fake: FakeInstance) -> None:
+    fake.instance.update(node_rank=1, port=0, rpc_addresses=())
+    (line,) = run("ps").out.splitlines()[1:]
+    assert line.split() == ["fake", "model", str(os.getpid()), "-", "ready", line.split()[5], "-", "-"]
+    assert not fake.requests
+    assert "scheduler" not in run("doctor").out
+
+
 def test_doctor_leaves_an_instance_that_starts_its_time(fake: FakeInstance, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.instance.update(state="starting")
     finding = lambda: next(f for f in json.loads(run("doctor", "--json").out) if '"fake"' in f["detail"])  # noqa: E731
