@@ -31,6 +31,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 class Choice(msgspec.Struct):
     text: str = ""
+    finish_reason: str | None = None
 
 
 class PromptDetails(msgspec.Struct):
@@ -130,7 +131,7 @@ class Reading:
         elif not self._streamed:
             self._take(self._rest)
         elif not self._done and not answer.error:
-            answer.error = "the stream ended before [DONE]"
+            answer.error = "the stream ended without a finish_reason and [DONE]"
         return answer
 
     def _take(self, data: bytes) -> None:
@@ -148,6 +149,8 @@ class Reading:
             self.answer.last_s = time.perf_counter() - self._began
             self.answer.output_tokens += not self._counted
             self.answer.ttft_s = self.answer.ttft_s or self.answer.last_s
+        if any(choice.finish_reason for choice in event.choices):
+            self._done = True  # some servers send no [DONE]
         if event.usage is not None:
             self._counted = True
             details = event.usage.prompt_tokens_details

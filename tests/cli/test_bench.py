@@ -36,6 +36,7 @@ class Server(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.status = 200
         self.cut = False
+        self.finish_reason: str | None = None
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
         self.together = threading.Barrier(1)
@@ -110,7 +111,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.together.wait(60)
         for number in range(tokens):
             time.sleep(GAP_S if number else FIRST_S)
-            self.chunk(json.dumps({"choices": [{"text": " é"}]}, ensure_ascii=False))
+            reason = self.server.finish_reason if number == tokens - 1 else None
+            self.chunk(json.dumps({"choices": [{"text": " é", "finish_reason": reason}]}, ensure_ascii=False))
         self.leaves()
         if not self.server.cut:
             if usage is not None:
@@ -291,7 +293,9 @@ def test_errors_are_counted_and_fail_the_command(server: Server) -> None:
     server.status, server.cut = 200, True
     done = run("bench", "--url", server.url, "-n", "1", "--output-tokens", "1")
     assert done.code == 1
-    assert "ended before [DONE]" in done.err
+    assert "the stream ended without a finish_reason and [DONE]" in done.err
+    server.finish_reason = "length"
+    assert run("bench", "--url", server.url, "-n", "1", "--output-tokens", "1").code == 0, "it is whole without [DONE]"
 
 
 @pytest.mark.parametrize(
