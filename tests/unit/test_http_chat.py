@@ -66,6 +66,9 @@ async def test_variables_reach_the_chat_template(tmp_path: Path) -> None:
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "robot", "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": "x", "colour": 1}], "messages[0].colour"),
+        ([{"role": "assistant", "content": "x", "refusal": "no"}], "messages[0].refusal"),
+        ([{"role": "assistant", "content": "x", "audio": {"id": "a"}}], "messages[0].audio"),
+        ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], "messages[0].function_call"),
         (
             [*HI, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}],
             "messages[1].tool_calls[0].function",
