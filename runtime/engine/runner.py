@@ -59,13 +59,15 @@ def create_rank(args: ServerArgs, checkpoint: Checkpoint, progress: Progress, to
 
 
 def warm_up(worker: TpModelWorker | Leader, progress: Progress) -> None:
-    """Runs a prefill and a decode in the first page, to load kernels and allocate buffers before the first request."""
+    """Runs a prefill and a decode in the first pages, to load kernels and allocate buffers before the first request."""
     progress("warm-up", 0, 1, "")
-    page, tokens = int32_bytes([0]), min(4, worker.info.page_size - 1)
-    drawn = SampleSpec(params=SamplingParams(temperature=0.0), seed=0, position=tokens)
-    for start, ids in ((0, [0] * tokens), (tokens, [0])):
-        row = PlanRow(token_ids=int32_bytes(ids), start=start, pages=page, sample=drawn)
-        worker.submit(StepPlan(rows=(row,))).result()
+    prompt = min(4, worker.info.max_model_len - 1)
+    pages = int32_bytes(list(range(prompt // worker.info.page_size + 1)))
+    for start, end in ((0, prompt), (prompt, prompt + 1)):
+        if start < end:
+            drawn = SampleSpec(params=SamplingParams(temperature=0.0), seed=0, position=end)
+            row = PlanRow(token_ids=int32_bytes([0] * (end - start)), start=start, pages=pages, sample=drawn)
+            worker.submit(StepPlan(rows=(row,))).result()
     progress("warm-up", 1, 1, "")
 
 

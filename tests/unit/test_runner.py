@@ -7,13 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from fake_worker import FakeWorker
 from transformers import AutoModelForCausalLM
 
 from checkpoints import VOCAB_SIZE, make_tiny
 from llmserve.runtime.config import ConfigError, ServerArgs
 from llmserve.runtime.engine import memory
 from llmserve.runtime.engine.batch import PlanRow, RowResult, SampleSpec, StepPlan, int32_bytes
-from llmserve.runtime.engine.runner import create_worker
+from llmserve.runtime.engine.runner import create_worker, warm_up
 from llmserve.runtime.engine.worker import TpModelWorker
 from llmserve.runtime.messages import SamplingParams
 from llmserve.runtime.models.hub import Checkpoint, resolve
@@ -181,6 +182,24 @@ def test_bfloat16_is_the_checkpoints_or_the_options(tmp_path: Path, checkpoint: 
     assert make_worker(half).info.bytes_per_page == page_bytes * 2
     assert make_worker(half, dtype="float32").info.bytes_per_page == page_bytes * 4
     assert make_worker(checkpoint, dtype="bfloat16").info.bytes_per_page == page_bytes * 2
+
+
+@pytest.mark.parametrize(
+    ("page_size", "max_model_len", "computed"),
+    [(16, 512, [4, 1]), (1, 512, [4, 1]), (2, 4, [3, 1]), (16, 2, [1, 1]), (1, 1, [1])],
+)
+def test_the_warm_up_keeps_to_the_pages_and_the_context(
+    page_size: int, max_model_len: int, computed: list[int]
+) -> None:
+    worker = FakeWorker(page_size=page_size, max_model_len=max_model_len)
+    warm_up(worker, lambda *progress: None)
+    assert [len(plan.rows[0].token_ids) // 4 for plan in worker.plans] == computed
+
+
+def test_pages_of_one_token(worker: TpModelWorker, checkpoint: Checkpoint) -> None:
+    small, ids = make_worker(checkpoint, page_size=1), tokens(30)
+    (expected,), (found,) = (run(each, row(ids, sample=drawn(30))) for each in (worker, small))
+    assert found.token_id == expected.token_id
 
 
 def test_what_is_in_effect_is_what_the_options_say(checkpoint: Checkpoint) -> None:
