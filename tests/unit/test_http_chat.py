@@ -59,6 +59,14 @@ async def test_variables_reach_the_chat_template(tmp_path: Path) -> None:
         await app.refused(CHAT, {"messages": HI, "chat_template_kwargs": {name: 1}}, "chat_template_kwargs")
 
 
+async def test_who_speaks_and_what_is_answered_reach_the_chat_template(tmp_path: Path) -> None:
+    template = "{% for each in messages %}{{ each.name }} {{ each.tool_call_id }};{% endfor %}"
+    app = App(Tokenizer.load(small_tokenizers.save(small_tokenizers.byte_level(), tmp_path, template)))
+    messages = [{**HI[0], "name": "ann"}, {"role": "tool", "content": "4", "tool_call_id": "call-1"}]
+    assert (await app.post(CHAT, {"messages": messages})).status_code == 200
+    assert app.manager.last.texts == ("ann ; call-1;",)
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
