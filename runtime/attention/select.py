@@ -1,5 +1,7 @@
 """Selects the attention backend of a worker."""
 
+import logging
+
 import torch
 
 from llmserve.runtime.attention import native, varlen
@@ -8,6 +10,8 @@ from llmserve.runtime.attention.native import NativeAttention
 from llmserve.runtime.attention.reference import ReferenceAttention
 from llmserve.runtime.attention.varlen import VarlenAttention
 from llmserve.runtime.config import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def page_size(name: str, wanted: int, device: torch.device) -> int:
@@ -32,4 +36,6 @@ def make_attention(
             return NativeAttention(geometry, num_pages, num_heads)
         if reasons["varlen"] is None:
             return VarlenAttention(geometry, num_pages)
+        reason = reasons["native" if geometry.device.type == "cpu" else "varlen"]
+        log.warning("attention will be slow, by the reference backend reason=%s", reason)
     return ReferenceAttention(geometry, num_pages)

@@ -192,11 +192,12 @@ def test_a_token_gets_the_same_whatever_else_is_in_the_batch(dtype: torch.dtype)
 
 
 @needs_kernels
-def test_the_choice_of_a_backend() -> None:
+def test_the_choice_of_a_backend(caplog: pytest.LogCaptureFixture) -> None:
     geometry = PageGeometry(1, 2, 32, 16, torch.bfloat16, CPU)
     assert isinstance(make_attention("auto", geometry, 4, 2, False), NativeAttention)
     assert isinstance(make_attention("native", geometry, 4, 2, False), NativeAttention)
     assert isinstance(make_attention("reference", geometry, 4, 2, False), ReferenceAttention)
+    assert not caplog.text
     with pytest.raises(ConfigError, match="runs on CUDA, not on cpu"):
         make_attention("varlen", geometry, 4, 2, False)
     for odd in (
@@ -206,7 +207,9 @@ def test_the_choice_of_a_backend() -> None:
     ):
         reason = unsupported(odd)
         assert reason
+        caplog.clear()
         assert isinstance(make_attention("auto", odd, 4, 2, False), ReferenceAttention)
+        assert f"attention will be slow, by the reference backend reason={reason}" in caplog.text
         with pytest.raises(ConfigError, match=reason.split(",")[0]):
             make_attention("native", odd, 4, 2, False)
 
