@@ -43,7 +43,8 @@ def launch(
         option(
             "--dtype",
             MODEL,
-            "The data type of weights and KV cache: bfloat16, float16 or float32; auto is the checkpoint's.",
+            "The data type of weights and KV cache: bfloat16, float16 or float32; auto is the checkpoint's, but "
+            "bfloat16 for float16 on a CPU.",
             metavar="DTYPE",
         ),
     ] = "auto",

@@ -82,7 +82,10 @@ def build_parts(
         torch.set_num_threads(threads)
         native.set_threads(threads)
     config = checkpoint.config
-    dtype: torch.dtype = getattr(torch, config.dtype if args.dtype == "auto" else args.dtype)
+    name = config.dtype if args.dtype == "auto" else args.dtype
+    if args.dtype == "auto" and name == "float16" and device.type == "cpu":
+        name = "bfloat16"  # no kernel takes float16 there: a decode would take four times as long
+    dtype: torch.dtype = getattr(torch, name)
 
     longest = longest_sequence(args, config)
 

@@ -184,6 +184,14 @@ def test_bfloat16_is_the_checkpoints_or_the_options(tmp_path: Path, checkpoint: 
     assert make_worker(checkpoint, dtype="bfloat16").info.bytes_per_page == page_bytes * 2
 
 
+def test_float16_becomes_bfloat16_on_a_cpu_unless_it_is_asked_for(tmp_path: Path) -> None:
+    half = resolve(str(make_tiny(tmp_path / "half", dtype="float16")))
+    assert [make_worker(half, device="cpu", dtype=dtype).info.in_effect["dtype"] for dtype in ("auto", "float16")] == [
+        "bfloat16",
+        "float16",
+    ]
+
+
 @pytest.mark.parametrize(
     ("page_size", "max_model_len", "computed"),
     [(16, 512, [4, 1]), (1, 512, [4, 1]), (2, 4, [3, 1]), (16, 2, [1, 1]), (1, 1, [1])],
