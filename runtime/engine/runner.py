@@ -84,7 +84,7 @@ def build_parts(
     config = checkpoint.config
     name = config.dtype if args.dtype == "auto" else args.dtype
     if args.dtype == "auto" and name == "float16" and device.type == "cpu":
-        name = "bfloat16"  # no kernel takes float16 there: a decode would take four times as long
+        name = "bfloat16"  # no kernel takes float16 there: a decode would take more than twice as long
     dtype: torch.dtype = getattr(torch, name)
 
     longest = longest_sequence(args, config)
