@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -156,10 +157,10 @@ def ranks_of_one_step(instance: RunningInstance) -> list[dict[str, Any]]:
 
     def are_of_one_step() -> bool:
         ranks[:] = ranks_of(instance)
-        counts = [{name: count["calls"] for name, count in rank["collectives"].items()} for rank in ranks]
+        counts = [Counter({name: count["calls"] for name, count in rank["collectives"].items()}) for rank in ranks]
         a, b, c, d = (count["all_reduce"] for count in counts)
         return (
-            (a == b and c == d and any(a * 2 * (3 - first) == c * (1 + 2 * first) for first in (1, 2)))
+            (0 < a == b and c == d and any(a * 2 * (3 - first) == c * (1 + 2 * first) for first in (1, 2)))
             and all(counts[rank]["send"] == counts[rank + 2]["recv"] for rank in (0, 1))
             and counts[2]["all_gather"] == counts[3]["all_gather"]
             and counts[0]["results"] == counts[2]["results"]
