@@ -26,7 +26,7 @@ SOURCES = Path(__file__).parent / "ops" / "csrc"
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 NEEDED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 BUILD_TIMEOUT_S = 1800.0
-"""For a compiler that hangs: it takes 13 s of a core, which are minutes where others have the cores."""
+"""For a compiler that hangs: it takes about 19 s of a core, which are minutes where others have the cores."""
 KEPT = 8
 """How many libraries a directory keeps, the last used ones."""
 
