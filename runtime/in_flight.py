@@ -13,7 +13,7 @@ from llmserve.runtime.messages import (
     StrRow,
     TokenIDRow,
 )
-from llmserve.runtime.metrics import FrontMetrics
+from llmserve.runtime.metrics import FrontMetrics, Outcome
 from llmserve.runtime.outbox import coalesce
 from llmserve.runtime.request_error import RequestError
 from llmserve.runtime.routing import Routing
@@ -130,7 +130,7 @@ class RequestsInFlight:
 
     def last_rows(self, lost: dict[str, AnyInFlight]) -> tuple[TokenIDRow, ...]:
         """A final row, for the detokenizer, for each choice that is still open of the requests of a dead replica."""
-        ended = FinishReason(type="error", status=503, message="the replica has died")
+        ended = FinishReason(type="error", status=500, message="the replica has died")
         return tuple(
             TokenIDRow(
                 rid=rid,
@@ -179,10 +179,19 @@ class RequestsInFlight:
             request.begun.add(row.index)
             metrics.ttft.observe(now - request.arrival)
             metrics.queue.observe(row.queue_s)
-        if outcome is not None:
+        if row.finish is not None and row.finish.type == "error":
+            metrics.count_outcome(failed(row.finish.status))
+        elif outcome is not None:
             metrics.count_outcome(outcome)
         if outcome in ("stop", "length"):
             metrics.e2e.observe(now - request.arrival)
+
+
+def failed(status: int) -> Outcome:
+    """The outcome of a choice that the scheduler ended with this status: 503 is a full queue or too long a wait."""
+    if status == 503:
+        return "unavailable"
+    return "rejected" if status < 500 else "error"
 
 
 def request_lost(reason: str) -> RequestError:

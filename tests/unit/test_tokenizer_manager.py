@@ -531,6 +531,18 @@ async def test_a_paused_scheduler_is_healthy(manager: TokenizerManager, stack: F
     assert manager.healthy()[0]
 
 
+@pytest.mark.parametrize(("status", "outcome"), [(400, "rejected"), (503, "unavailable"), (500, "error")])
+async def test_refusals_by_the_scheduler_are_no_errors_of_the_server(
+    manager: TokenizerManager, stack: FakeStack, status: int, outcome: str
+) -> None:
+    running = started(manager, request())
+    await stack.receive()
+    stack.send(row("r", "", 0, FinishReason(type="error", status=status, message="the queue is full")))
+    await running
+    counted = {name: count for name, count in manager.http_metrics().outcomes.items() if count}
+    assert counted == {outcome: 1}
+
+
 async def test_outcomes_and_latencies_are_counted(manager: TokenizerManager, stack: FakeStack) -> None:
     running = started(manager, request(n=2))
     await stack.receive()
