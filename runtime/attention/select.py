@@ -30,7 +30,7 @@ def make_attention(
     """
     reasons = {"native": native.unsupported(geometry), "varlen": varlen.unsupported(geometry, softcap)}
     if reason := reasons.get(name):
-        raise ConfigError(f"--attention-backend {name}: {reason}; use --attention-backend reference")
+        raise ConfigError(f"--attention-backend {name}: {reason}; use --attention-backend auto")
     if name != "reference":
         if reasons["native"] is None:
             return NativeAttention(geometry, num_pages, num_heads)

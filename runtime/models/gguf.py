@@ -73,7 +73,8 @@ def _read_file(path: str | Path) -> GgufHeader:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse_header(str(path), data)
     except (struct.error, UnicodeDecodeError, IndexError, TypeError, ArithmeticError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a whole GGUF file: {error}") from error
+        reason = "it ends inside its header" if isinstance(error, struct.error) else error
+        raise ConfigError(f"{path} is not a whole GGUF file: {reason}") from error
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

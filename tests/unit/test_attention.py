@@ -198,7 +198,7 @@ def test_the_choice_of_a_backend(caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(make_attention("native", geometry, 4, 2, False), NativeAttention)
     assert isinstance(make_attention("reference", geometry, 4, 2, False), ReferenceAttention)
     assert not caplog.text
-    with pytest.raises(ConfigError, match="runs on CUDA, not on cpu"):
+    with pytest.raises(ConfigError, match="runs on CUDA, not on cpu; use --attention-backend auto"):
         make_attention("varlen", geometry, 4, 2, False)
     for odd in (
         PageGeometry(1, 2, 32, 24, torch.bfloat16, CPU),

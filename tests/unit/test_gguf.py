@@ -238,7 +238,7 @@ def damaged(tmp_path: Path, change: Any) -> Path:
     ("change", "message"),
     [
         (lambda data: b"", "cannot be read"),
-        (lambda data: b"GGUF", "not a whole GGUF file"),
+        (lambda data: b"GGUF", "not a whole GGUF file: it ends inside its header"),
         (lambda data: b"NOPE" + data[4:], "not a GGUF file"),
         (lambda data: data[:5000], "not a whole GGUF file"),
         (lambda data: data[:-4], "cut short"),
