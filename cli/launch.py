@@ -14,8 +14,8 @@ from llmserve.cli.keys import checked_key, key_in
 from llmserve.cli.sources import places_told, unknown_variables
 from llmserve.runtime.config import Secrets, ServerArgs
 
-MODEL, SERVER, BATCHING, TIMES, KEYS, SWITCHES = "Model", "Server", "Memory and batching", "Times", "Keys", "Switches"
-RANKS = "Several ranks"
+MODEL, SERVER, BATCHING = "Model", "Server", "Memory and batching"
+TIMES, KEYS, SWITCHES, RANKS = "Queue and timeouts", "Keys", "Switches", "Several ranks"
 LOOPBACK = ("127.", "::1", "localhost")
 
 
