@@ -111,7 +111,12 @@ def launch(
     ] = "model",
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        option("--log-level", SERVER, "The lowest level to log: debug, info, warning or error.", metavar="LEVEL"),
+        option(
+            "--log-level",
+            SERVER,
+            "The lowest level to log: debug (has a line for each request), info, warning or error.",
+            metavar="LEVEL",
+        ),
     ] = "info",
     max_total_tokens: Annotated[
         int | None,

@@ -13,6 +13,7 @@ from llmserve.cli.console import Console
 from llmserve.cli.format import duration, plural
 from llmserve.cli.loads import ask_load
 from llmserve.runtime.instance import InstanceError, InstanceRecord, sweep_stale
+from llmserve.runtime.proc import is_stopped
 
 LOOK_EVERY_S = 0.5
 ENDS_NOW_WITHIN_S = 2.0
@@ -103,11 +104,10 @@ def wait_drained(console: Console, record: InstanceRecord, process: int, limit: 
         while not wait_gone(process, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 stopped = f" ({record.stopped})" if record.stopped else ""
-                raise CommandError(
-                    f'"{record.name}" is still draining{stopped}; '
-                    "its --drain-timeout ends it, or `llmserve stop --now`",
-                    ExitCode.BUSY,
-                )
+                ends = "`llmserve stop --now`"
+                if not is_stopped(record.pid):
+                    ends = f"its --drain-timeout or {ends}"
+                raise CommandError(f'"{record.name}" is still draining{stopped}; {ends} ends it', ExitCode.BUSY)
             drains = drains or says_it_drains(record)
             if not drains and time.monotonic() >= notice:
                 raise CommandError(

@@ -197,7 +197,11 @@ class Results:
         if request.lease is not None:
             self._kv.release(request.lease, request.tokens, request.computed)
         self._table.remove(request)
-        log.debug("request ended rid=%s index=%d reason=%s", request.rid, request.index, reason.type)
+        log.debug(
+            "request ended rid=%s index=%d reason=%s prompt=%d cached=%d output=%d user=%r",
+            *(request.rid, request.index, reason.type),
+            *(request.prompt_len, request.cached, request.output_len, request.group.message.user),
+        )
 
     def fail(self, request: Request, message: str, status: int = 500) -> None:
         """Ends a choice with an error, once no step of it is in flight. `computed` is not advanced, so that nothing

@@ -466,7 +466,9 @@ def test_stop_says_when_it_takes_too_long_and_now_does_not_wait(own_root: Path, 
     try:
         slow = run_cli(own_root, "stop", "--timeout", "0.3")
         assert slow.returncode == 75
-        assert f"is still draining (its main process {main.pid} is stopped)" in slow.stderr
+        assert (
+            f"is still draining (its main process {main.pid} is stopped); `llmserve stop --now` ends it" in slow.stderr
+        )
         assert all(map(is_alive, processes))
     finally:
         now = run_cli(own_root, "stop", "--now")

@@ -123,8 +123,10 @@ def test_the_keys_are_asked_for(keyed: RunningInstance) -> None:
 
 def test_the_log_level_is_that_of_all_processes(keyed: RunningInstance) -> None:
     headers = {"Authorization": f"Bearer {API_KEY}"}
-    assert keyed.client(headers=headers).post("/v1/completions", json={"prompt": "Once"}).status_code == 200
-    wait_until(lambda: " debug scheduler: request ended " in keyed.log_text(), PATIENCE_S, "a line of the scheduler")
+    body = {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True, "rid": "mine", "user": "ann"}
+    assert keyed.client(headers=headers).post("/v1/completions", json=body).status_code == 200
+    told = " debug scheduler: request ended rid=mine index=0 reason=length prompt=3 cached=0 output=2 user='ann'\n"
+    wait_until(lambda: told in keyed.log_text(), PATIENCE_S, "a line of the scheduler")
 
 
 def test_metrics_are_scraped_without_a_key_where_so_configured(keyed: RunningInstance) -> None:
