@@ -221,12 +221,12 @@ def versions_of(alive: list[InstanceRecord]) -> Iterator[Finding]:
 
 
 def memory() -> Finding:
-    available, total = psutil.virtual_memory().available, psutil.virtual_memory().total
+    available, total = machine.memory()
     detail = f"{format.size(available)} of {format.size(total)} available"
     swapped = psutil.swap_memory().used
     if available < total / 20:
         return Finding("memory", "bad", f"{detail}: the kernel may soon kill a process")
-    if swapped > total / 20:
+    if swapped > psutil.virtual_memory().total / 20:  # of the whole machine, as swap is
         return Finding("memory", "warning", f"{detail}, but {format.size(swapped)} are swapped out")
     return Finding("memory", "ok", detail)
 
@@ -261,7 +261,7 @@ def lost(record: InstanceRecord) -> Iterator[Finding]:
 
 def pool(name: str, answers: "list[GetStatusReqOutput]") -> Finding:
     """Whether the KV pool of an instance, which becomes resident as it is used, fits into the available memory."""
-    available = machine.available_memory()
+    available = machine.memory().available
     size = sum(answer.kv_bytes_total for answer in answers)
     resident = sum(p.rss_bytes for answer in answers for p in answer.processes if p.role == "scheduler")
     weights = sum(p.weight_bytes for answer in answers for p in answer.processes)

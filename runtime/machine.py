@@ -3,11 +3,19 @@
 import math
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """Where a process in a container sees the limits of its control group (version 2)."""
+
+
+class Memory(NamedTuple):
+    """Bytes of the machine, or of the container."""
+
+    available: int
+    total: int
 
 
 def cores() -> int:
@@ -20,16 +28,17 @@ def cores() -> int:
         return allowed
 
 
-def available_memory() -> int:
-    """The bytes that can still be allocated.
+def memory() -> Memory:
+    """What can still be allocated, and the size.
 
     Of a container's memory, a cached file that was not used lately, such as a checkpoint that has been read, counts as
     available.
     """
-    available = int(psutil.virtual_memory().available)
+    whole = psutil.virtual_memory()
     try:
-        limit, used = ((CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        limit, used = (int((CONTROL_GROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
         statistics = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
-        return min(available, max(0, int(limit) - int(used) + int(statistics["inactive_file"])))
+        left = max(0, limit - used + int(statistics["inactive_file"]))
     except (OSError, ValueError, KeyError):  # there is no limit
-        return available
+        return Memory(whole.available, whole.total)
+    return Memory(min(whole.available, left), min(whole.total, limit))

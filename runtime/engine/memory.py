@@ -49,4 +49,4 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # frees what loading has cached
         return int(torch.cuda.mem_get_info(device)[0])
-    return machine.available_memory()
+    return machine.memory().available

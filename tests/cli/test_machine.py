@@ -411,8 +411,8 @@ def test_doctor_names_the_libraries_and_those_that_are_missing(monkeypatch: pyte
 
 @pytest.mark.parametrize(("available", "swapped", "status"), [(50, 0, "ok"), (4, 0, "bad"), (50, 6, "warning")])
 def test_doctor_looks_at_the_memory(monkeypatch: pytest.MonkeyPatch, available: int, swapped: int, status: str) -> None:
-    memory = SimpleNamespace(available=available << 30, total=100 << 30)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(available << 30, 100 << 30))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=100 << 30))
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=swapped << 30))
     (found,) = examine()["memory"]
     assert found["status"] == status
